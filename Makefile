@@ -1,0 +1,68 @@
+# Two commands on a machine with Python 3.11 or newer, git and make:
+#
+#   make demo       see the callback at work
+#   make test       all checks: style, types, architecture, tests
+#
+# and `make benchmark`, which compares with other ways of saving memory. The first of them creates .venv and installs
+# everything into it; later ones do not install again.
+#
+#   PYTHON=python3.12        the interpreter that .venv is made with
+#   TORCH='torch==2.12.*'    the torch to install (a plain `torch` may bring gigabytes of CUDA libraries along)
+#   ARGS='-k budget'         handed on to pytest, the demo or the benchmark
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+DEMO ?= examples/byte_gpt/train.py
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+
+.PHONY: demo test benchmark format install clean FORCE
+
+demo: install
+	$(BIN)/python $(DEMO) $(ARGS)
+
+test: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+benchmark: install
+	$(BIN)/python benchmarks/peers.py $(ARGS)
+
+format: install
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+install: $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+
+$(VENV)/.created:
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer was found: name one, as in 'make PYTHON=/path/to/python test'"; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed, and this is " + sys.version)'
+	"$(PYTHON)" -m venv $(VENV)
+	@touch $@
+
+# Holds the torch requirement; rewritten only when that changes, so that only then torch is installed again.
+$(VENV)/.torch-requirement: FORCE | $(VENV)/.created
+	@printf '%s\n' '$(TORCH)' | cmp -s - $@ || printf '%s\n' '$(TORCH)' > $@
+
+# Torch first: what comes later finds it there and does not choose one itself.
+$(VENV)/.torch: $(VENV)/.torch-requirement
+	@echo "installing $(TORCH)"
+	$(PIP) '$(TORCH)'
+	@touch $@
+
+# pytorchcv asks for torchvision, which it needs for none of the networks used here.
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	@echo "installing the project and its tools"
+	$(PIP) --editable '.[dev]'
+	$(PIP) --no-deps pytorchcv
+	@touch $@

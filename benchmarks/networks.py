@@ -1,0 +1,216 @@
+"""The networks that the benchmarks train: each with its loss inside, a batch, and its blocks.
+
+`networks()` names them; `build(name, size)` makes one. The sizes are ``"cpu"`` (seconds a step on two cores), ``"gpu"`` (what
+people train on one large GPU, in bfloat16) and ``"tiny"`` (for tests). Weights and batches are random, from a fixed seed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+SIZES = ("cpu", "gpu", "tiny")
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """One training step's worth of a network.
+
+    Attributes:
+        name: of the network.
+        description: what it is, for the reader of a table.
+        module: called with ``*batch`` it returns the scalar loss.
+        batch: the inputs.
+        blocks: names of the submodules that per-block checkpointing wraps.
+    """
+
+    name: str
+    description: str
+    module: nn.Module
+    batch: tuple[torch.Tensor, ...]
+    blocks: tuple[str, ...]
+
+
+def networks() -> tuple[str, ...]:
+    """The names that `build` takes."""
+    return tuple(_FACTORIES)
+
+
+def build(name: str, size: str = "cpu", device: torch.device | str = "cpu", seed: int = 0) -> Workload:
+    """Make a network in training mode, and a batch for it.
+
+    Args:
+        name: one of `networks()`.
+        size: one of `SIZES`; ``"gpu"`` is in bfloat16, the others in float32.
+        device: where to put both.
+        seed: of weights and batch. The global random state is left as it was.
+    """
+    if name not in _FACTORIES:
+        raise ValueError(f"no network {name!r}: choose one of {', '.join(_FACTORIES)}")
+    if size not in SIZES:
+        raise ValueError(f"no size {size!r}: choose one of {', '.join(SIZES)}")
+    factory, sizes = _FACTORIES[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        description, module, batch, block_types = factory(**sizes[size])
+    dtype = torch.bfloat16 if size == "gpu" else torch.float32
+    module = module.to(device, dtype).train()
+    return Workload(
+        name=name,
+        description=description + (", bfloat16" if dtype is torch.bfloat16 else ""),
+        module=module,
+        batch=tuple(one.to(device, dtype) if one.is_floating_point() else one.to(device) for one in batch),
+        blocks=_outermost(path for path, part in module.named_modules() if type(part).__name__ in block_types),
+    )
+
+
+def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
+    """Module paths, in the order of `named_modules`, without those inside another of them."""
+    kept: list[str] = []
+    for path in paths:
+        if not any(path.startswith(f"{outer}.") for outer in kept):
+            kept.append(path)
+    return tuple(kept)
+
+
+# A description, the module, the batch, and the class names of the blocks.
+_Made = tuple[str, nn.Module, tuple[torch.Tensor, ...], tuple[str, ...]]
+
+
+class NextToken(nn.Module):
+    """A language model, called with token indices of shape (batch, time); returns the cross entropy of the next token."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.model(tokens, use_cache=False).logits[:, :-1]
+        return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class SequenceToSequence(nn.Module):
+    """`nn.Transformer` with tensors of shape (batch, time, width); returns the mean square of output less target."""
+
+    def __init__(self, model: nn.Transformer) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(self.model(source, target), target)
+
+
+class MeanSquare(nn.Module):
+    """A network of images of shape (batch, channels, height, width); returns the mean square of its output."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.model(images)
+        return output.square().mean()
+
+
+def _gpt2(*, layers: int, width: int, heads: int, vocabulary: int, length: int, batch: int, dropout: float) -> _Made:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=layers,
+        n_embd=width,
+        n_head=heads,
+        vocab_size=vocabulary,
+        n_positions=length,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    tokens = torch.randint(0, vocabulary, (batch, length))
+    description = (
+        f"GPT-2: {layers} layers, width {width}, {heads} heads, {batch} x {length} tokens of {vocabulary}, "
+        f"dropout {dropout:g}"
+    )
+    return description, NextToken(GPT2LMHeadModel(config)), (tokens,), ("GPT2Block",)
+
+
+def _transformer(*, layers: int, width: int, heads: int, feed_forward: int, length: int, batch: int) -> _Made:
+    model = nn.Transformer(width, heads, layers, layers, feed_forward, dropout=0.1, batch_first=True)
+    tensors = torch.randn(batch, length, width), torch.randn(batch, length, width)
+    layout = f"{layers}+{layers} layers, width {width}, {heads} heads"
+    description = f"nn.Transformer: {layout}, {batch} x {length} vectors, dropout 0.1"
+    return description, SequenceToSequence(model), tensors, ("TransformerEncoderLayer", "TransformerDecoderLayer")
+
+
+# pytorchcv's networks are imported from their own modules: its `model_provider` wants torchvision.
+
+
+def _resnet18(*, batch: int, side: int) -> _Made:
+    from pytorchcv.models.resnet import resnet18
+
+    model = MeanSquare(resnet18(in_size=(side, side)))
+    return (
+        f"ResNet-18: {batch} x {side}² images",
+        model,
+        (torch.randn(batch, 3, side, side),),
+        ("ResInitBlock", "ResUnit"),
+    )
+
+
+def _unet(*, batch: int, side: int) -> _Made:
+    from pytorchcv.models.unet import unet_cityscapes
+
+    model = MeanSquare(unet_cityscapes(in_size=(side, side)))
+    blocks = ("UNetBlock", "InterpolationBlock")
+    return f"U-Net: {batch} x {side}² images", model, (torch.randn(batch, 3, side, side),), blocks
+
+
+def _mobilenet(*, batch: int, side: int) -> _Made:
+    from pytorchcv.models.mobilenet import mobilenet_w1
+
+    model = MeanSquare(mobilenet_w1(in_size=(side, side)))
+    return (
+        f"MobileNet: {batch} x {side}² images",
+        model,
+        (torch.randn(batch, 3, side, side),),
+        ("ConvBlock", "DwsConvBlock"),
+    )
+
+
+_GPT2_SIZES: Mapping[str, dict[str, Any]] = {
+    "cpu": {"layers": 8, "width": 256, "heads": 8, "vocabulary": 4000, "length": 256, "batch": 4},
+    "gpu": {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50257, "length": 1024, "batch": 16},
+    "tiny": {"layers": 2, "width": 32, "heads": 2, "vocabulary": 64, "length": 16, "batch": 4},
+}
+
+_FACTORIES: Mapping[str, tuple[Callable[..., _Made], Mapping[str, dict[str, Any]]]] = {
+    "gpt2": (_gpt2, {size: {**options, "dropout": 0.1} for size, options in _GPT2_SIZES.items()}),
+    "gpt2-nodropout": (_gpt2, {size: {**options, "dropout": 0.0} for size, options in _GPT2_SIZES.items()}),
+    "transformer": (
+        _transformer,
+        {
+            "cpu": {"layers": 3, "width": 256, "heads": 8, "feed_forward": 1024, "length": 128, "batch": 8},
+            "gpu": {"layers": 6, "width": 1024, "heads": 16, "feed_forward": 4096, "length": 512, "batch": 16},
+            "tiny": {"layers": 1, "width": 16, "heads": 2, "feed_forward": 32, "length": 8, "batch": 4},
+        },
+    ),
+    "resnet18": (
+        _resnet18,
+        {"cpu": {"batch": 4, "side": 224}, "gpu": {"batch": 256, "side": 224}, "tiny": {"batch": 1, "side": 224}},
+    ),
+    "unet": (
+        _unet,
+        {"cpu": {"batch": 1, "side": 192}, "gpu": {"batch": 16, "side": 512}, "tiny": {"batch": 1, "side": 32}},
+    ),
+    "mobilenet": (
+        _mobilenet,
+        {"cpu": {"batch": 8, "side": 224}, "gpu": {"batch": 256, "side": 224}, "tiny": {"batch": 1, "side": 224}},
+    ),
+}

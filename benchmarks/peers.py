@@ -1,0 +1,413 @@
+"""One training step of several networks under every way of saving memory, compared in one run.
+
+    python benchmarks/peers.py --network gpt2 --steps 10
+
+Each network runs in a process of its own. In it every method gets its own copy of the network, the same batch and the same
+seeds; two steps are compared with eager's bit by bit, the allocator's peak is taken over a third, and then the methods take
+turns, one step each, for ``--steps`` rounds after three to warm up: what disturbs the machine disturbs all alike.
+
+A step is what Lightning does: forward, ``zero_grad``, backward. The old gradients live through the forward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import datetime
+import gc
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for when this file is run as a script
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from benchmarks import networks
+from benchmarks.methods import MEMORY_BUDGETS, Call, Method, all_methods
+from benchmarks.present import EAGER, Row, picture, rows_table
+from lightning_remat import InfeasibleBudgetError, Rematerialized
+from lightning_remat.measure import held_bytes, peak_memory
+from lightning_remat.report import format_bytes
+
+FORMAT, FORMAT_VERSION = "lightning_remat.peers", 1
+WARM_UP = 3
+BUDGETS: tuple[float | str, ...] = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, "min")
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+# -- one network ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a few seeded steps of a network left: copies of the loss, the gradients and the buffers."""
+
+    loss: torch.Tensor
+    gradients: Mapping[str, torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+
+
+@dataclasses.dataclass
+class Runner:
+    """A method at work on its own copy of the network."""
+
+    method: Method
+    module: nn.Module
+    call: Call
+    batch: tuple[torch.Tensor, ...]
+    row: Row
+    times: list[float] = dataclasses.field(default_factory=list)
+
+    def step(self, seed: int) -> torch.Tensor:
+        """One training step in Lightning's order; returns the loss."""
+        torch.manual_seed(seed)
+        loss = self.call(*self.batch)
+        self.module.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    def timed_step(self, seed: int) -> float:
+        """Seconds of one step, until the device is done."""
+        device = self.batch[0].device
+        _synchronize(device)
+        started = time.perf_counter()
+        self.step(seed)
+        _synchronize(device)
+        return time.perf_counter() - started
+
+    def facts(self) -> Facts:
+        """Two steps, and what they left."""
+        started = time.perf_counter()
+        self.step(seed=1)
+        _synchronize(self.batch[0].device)
+        self.row.first_step_seconds = time.perf_counter() - started
+        loss = self.step(seed=2)
+        gradients = {name: one.grad for name, one in self.module.named_parameters() if one.grad is not None}
+        return Facts(
+            loss=_kept(loss),
+            gradients={name: _kept(one) for name, one in gradients.items()},
+            buffers={name: _kept(one) for name, one in self.module.named_buffers()},
+        )
+
+
+def compare(
+    workload: networks.Workload,
+    methods: Sequence[Method],
+    steps: int,
+    say: Callable[[str], None] = lambda _text: None,
+) -> list[Row]:
+    """Run every method on a network.
+
+    Args:
+        workload: the network; it is copied and left as it is.
+        methods: one row each, in this order.
+        steps: timed steps of each.
+        say: told in words what is being done.
+
+    Returns:
+        A row for each method; one that fails has the reason in it.
+    """
+    say("eager, as the reference")
+    reference = _runner(Method(EAGER, "reference", lambda module, _blocks: module), workload).facts()
+    runners, rows = [], []
+    for method in methods:
+        say(method.name)
+        runner = _runner(method, workload)
+        rows.append(runner.row)
+        with _failing_into(runner):
+            _compare_facts(runner.row, runner.facts(), reference)
+            _measure_peak(runner)
+        if isinstance(runner.call, Rematerialized):
+            _read_plan(runner.row, runner.call)
+        if runner.row.status == "ok":
+            runners.append(runner)
+        else:
+            say(f"{method.name}: {runner.row.note}")
+            runner.module.zero_grad(set_to_none=True)
+    say(f"timing {len(runners)} methods, {WARM_UP} rounds to warm up and {steps} more")
+    for number in range(WARM_UP + steps):
+        for runner in runners:
+            if runner.row.status == "ok":
+                graphs = _graphs_captured()
+                with _failing_into(runner):
+                    runner.times.append(runner.timed_step(seed=3 + number))
+                if _graphs_captured() != graphs:
+                    runner.row.note = "captured again while it was timed"
+    for runner in runners:
+        times = runner.times[WARM_UP:]
+        if times and runner.row.status == "ok":
+            runner.row.seconds = statistics.median(times)
+            runner.row.seconds_least, runner.row.seconds_most = min(times), max(times)
+    return rows
+
+
+def _runner(method: Method, workload: networks.Workload) -> Runner:
+    module = copy.deepcopy(workload.module)
+    call = method.prepare(module, workload.blocks)
+    return Runner(method, module, call, workload.batch, Row(method.name, method.family))
+
+
+@contextlib.contextmanager
+def _failing_into(runner: Runner) -> Iterator[None]:
+    """A method that fails is a result too: it becomes its row."""
+    try:
+        yield
+    except InfeasibleBudgetError as error:
+        held = held_bytes(runner.module, runner.batch)
+        runner.row.status = "infeasible"
+        runner.row.budget_bytes = error.budget_bytes
+        runner.row.note = (
+            f"infeasible: a peak of {format_bytes(error.budget_bytes - held)} was asked for, the smallest feasible is "
+            f"{format_bytes(error.smallest_bytes - held)}, set by {error.op}"
+            + (f" in {error.module}" if error.module else "")
+        )
+    except Exception as error:  # noqa: BLE001 - whatever it dies of is what is reported
+        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+        runner.row.status = "dies"
+        runner.row.note = f"dies: {type(error).__name__}: {lines[0][:120]}"
+
+
+def _compare_facts(row: Row, found: Facts, eager: Facts) -> None:
+    row.same_loss = torch.equal(found.loss, eager.loss)
+    row.same_gradients = _same(found.gradients, eager.gradients)
+    row.same_buffers = _same(found.buffers, eager.buffers)
+    row.loss_error = _relative_error(found.loss, eager.loss)
+    errors = [
+        _relative_error(found.gradients[name], one) if name in found.gradients else math.inf
+        for name, one in eager.gradients.items()
+    ]
+    row.gradient_error = max(errors, key=lambda error: math.inf if math.isnan(error) else error, default=0.0)
+
+
+def _relative_error(found: torch.Tensor, right: torch.Tensor) -> float:
+    difference = (found.double() - right.double()).abs().max().item()
+    size = right.double().abs().max().item()
+    return difference / size if size else (0.0 if difference == 0 else math.inf)
+
+
+def _same(found: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
+    return found.keys() == right.keys() and all(torch.equal(found[name], one) for name, one in right.items())
+
+
+def _measure_peak(runner: Runner) -> None:
+    device = runner.batch[0].device
+    gc.collect()
+    held = held_bytes(runner.module, runner.batch, gradients=True)
+    peak = peak_memory(lambda: runner.step(seed=3), device)
+    runner.row.total_peak_bytes = held + peak
+    runner.row.peak_bytes = held + peak - held_bytes(runner.module, runner.batch)
+
+
+def _read_plan(row: Row, step: Rematerialized) -> None:
+    if step.failures:
+        row.note = "not captured: " + "; ".join(step.failures)
+    elif len(step.plans) != 1:
+        row.note = row.note or f"{len(step.plans)} plans"
+    plan = step.plan
+    if plan is None:
+        return
+    row.budget_bytes, row.predicted_peak_bytes = plan.budget_bytes, plan.predicted_peak_bytes
+    row.predicted_overhead, row.gap = plan.overhead, plan.gap if math.isfinite(plan.gap) else None
+    row.solver = f"{plan.solver} ({plan.status.value})"
+    row.planning_seconds = plan.cost_seconds + plan.solve_seconds
+    if row.total_peak_bytes:
+        row.prediction_error = plan.predicted_peak_bytes / row.total_peak_bytes - 1
+
+
+def _graphs_captured() -> int:
+    import torch._dynamo.utils
+
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def _kept(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().cpu()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# -- the whole run ----------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compare, print, and write JSON and a picture; returns an exit code: 1 where a run ended without its rows."""
+    options = _options(arguments)
+    if options.worker:
+        _work(options)
+        return 0
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        print("peers.py: --device cuda was asked for, and this machine has no CUDA device", file=sys.stderr)
+        return 2
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    out: Path = options.out or RESULTS / f"peers-{options.size}-{torch.device(options.device).type}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    found: list[dict[str, Any]] = []
+    for name in options.network or networks.networks():
+        result = _in_own_process(name, options)
+        found.append(result)
+        rows = [Row.from_dict(row) for row in result["rows"]]
+        if rows:
+            console.print(rows_table(f"{result['description']} on {options.device}", rows))
+        if "error" in result:
+            console.print(f"{name}: {result['error']}", style="red", markup=False)
+        _write(out, found, options)  # after each network: a long run that is ended early leaves what it has
+    console.print(f"written: {out}, and a picture beside it", markup=False, soft_wrap=True)
+    return 1 if any("error" in result for result in found) else 0
+
+
+def _write(out: Path, found: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    """The JSON file, and the picture where matplotlib is installed."""
+    data = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": _machine(options.device),
+        "versions": _versions(),
+        "settings": {
+            "size": options.size,
+            "device": options.device,
+            "steps": options.steps,
+            "warm_up": WARM_UP,
+            "deterministic": options.deterministic,
+        },
+        "networks": found,
+    }
+    out.write_text(json.dumps(_plain(data), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    drawn = [(result["description"], [Row.from_dict(row) for row in result["rows"]]) for result in found]
+    if any(rows for _, rows in drawn):
+        picture([one for one in drawn if one[1]], out.with_suffix(".png"))
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", action="append", choices=networks.networks(), help="may be repeated; default: all")
+    parser.add_argument("--size", default="cpu", choices=networks.SIZES)
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps of each method")
+    parser.add_argument(
+        "--no-inductor", dest="inductor", action="store_false", help="leave Inductor out (it needs a C++ compiler)"
+    )
+    parser.add_argument(
+        "--budgets", nargs="+", type=_budget, default=BUDGETS, help="this project's: shares, sizes or min"
+    )
+    parser.add_argument(
+        "--memory-budgets", nargs="*", type=float, default=MEMORY_BUDGETS, help="PyTorch's: activation_memory_budget"
+    )
+    parser.add_argument("--out", type=Path, help="the JSON file; the picture goes beside it")
+    parser.add_argument(
+        "--deterministic",
+        action=argparse.BooleanOptionalAction,
+        help="torch.use_deterministic_algorithms; by default on CUDA, where eager may not repeat its own bits without",
+    )
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # run here, and write the rows to this file
+    options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error("--steps: give at least 1")
+    if options.deterministic is None:
+        options.deterministic = options.device.startswith("cuda")
+    return options
+
+
+def _budget(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _in_own_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """What was found for one network: ``name``, ``description``, ``rows``, and ``error`` where its process failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.json"
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(file), "--network", name]
+        command += ["--size", options.size, "--device", options.device, "--steps", str(options.steps)]
+        command += ["--deterministic" if options.deterministic else "--no-deterministic"]
+        command += [] if options.inductor else ["--no-inductor"]
+        command += ["--budgets", *map(str, options.budgets), "--memory-budgets", *map(str, options.memory_budgets)]
+        # Costs measured from scratch: the planning seconds of the first budget are those of a first run.
+        environment = {**os.environ, "LIGHTNING_REMAT_CACHE": str(Path(folder) / "costs")}
+        if options.deterministic:
+            environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        ended = subprocess.run(command, env=environment, check=False)
+        if file.exists():
+            result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        else:
+            result = {"name": name, "description": name, "rows": []}
+    if ended.returncode:
+        result["error"] = f"its process ended with exit code {ended.returncode}"
+    return result
+
+
+def _work(options: argparse.Namespace) -> None:
+    """Compare the methods on one network, in this process."""
+    if options.deterministic:
+        # Warnings only: for some ops there is no deterministic kernel. Whether eager repeats itself is in its row.
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    (name,) = options.network
+    workload = networks.build(name, options.size, options.device)
+    rows = compare(
+        workload,
+        all_methods(options.budgets, options.inductor, options.memory_budgets),
+        options.steps,
+        say=lambda text: print(f"{name}: {text}", file=sys.stderr, flush=True),
+    )
+    result = {"name": name, "description": workload.description, "rows": [row.to_dict() for row in rows]}
+    options.worker.write_text(json.dumps(_plain(result), allow_nan=False), encoding="utf-8")
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with numbers that JSON cannot hold replaced by ``None``."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value
+
+
+def _machine(device: str) -> dict[str, Any]:
+    facts: dict[str, Any] = {"system": platform.system(), "processor": _processor(), "threads": torch.get_num_threads()}
+    if device.startswith("cuda"):
+        properties = torch.cuda.get_device_properties(torch.device(device))
+        facts.update(gpu=properties.name, gpu_memory_bytes=properties.total_memory, cuda=torch.version.cuda)
+    return facts
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in ("lightning_remat", "torch", "lightning", "transformers", "pytorchcv", "mip"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
+
+
+if __name__ == "__main__":
+    sys.exit(main())

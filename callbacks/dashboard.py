@@ -1,0 +1,96 @@
+"""Plans and measurements in the user's loggers, and beside them in the log directory."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.loggers import Logger
+
+from lightning_remat.errors import RematError
+from lightning_remat.planner import Plan, RematWarning
+from lightning_remat.report import timeline_figure
+
+GIB = 1024**3
+
+
+def plan_metrics(plan: Plan) -> dict[str, float]:
+    """Scalars of a plan, units in their names."""
+    return {
+        "remat/baseline_peak_GiB": plan.baseline_peak_bytes / GIB,
+        "remat/budget_GiB": plan.budget_bytes / GIB,
+        "remat/predicted_peak_GiB": plan.predicted_peak_bytes / GIB,
+        "remat/predicted_saving_percent": 100 * plan.saving,
+        "remat/predicted_overhead_percent": 100 * plan.overhead,
+        "remat/planning_seconds": plan.cost_seconds + plan.solve_seconds,
+    }
+
+
+def measured_metrics(plan: Plan, measured_bytes: int) -> dict[str, float]:
+    """Scalars of a measured step, units in their names."""
+    saving = 1 - measured_bytes / plan.baseline_peak_bytes if plan.baseline_peak_bytes else 0.0
+    return {
+        "remat/measured_peak_GiB": measured_bytes / GIB,
+        "remat/measured_saving_percent": 100 * saving,
+    }
+
+
+def log_metrics(trainer: pl.Trainer, metrics: dict[str, float]) -> None:
+    """Send scalars to every logger, at the step that Lightning logs training metrics at."""
+    step = trainer.fit_loop.epoch_loop._batches_that_stepped
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=step)
+
+
+def write_plan(trainer: pl.Trainer, plan: Plan, number: int) -> Path | None:
+    """Save a plan as JSON and, where matplotlib is installed, its memory timeline as PNG; show the picture in the loggers.
+
+    Returns:
+        The folder, or ``None`` where nothing is to be written (``fast_dev_run``, other ranks than the first, or a folder
+        that cannot be written to, which warns).
+    """
+    if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
+        return None
+    folder = Path(trainer.log_dir or trainer.default_root_dir) / "remat"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        plan.save(folder / f"plan-{number}.json")
+    except OSError as error:
+        warnings.warn(f"the plan was not saved in {folder}: {error}", RematWarning, stacklevel=2)
+        return None
+    path = folder / f"plan-{number}.png"
+    try:
+        figure = _figure(plan)
+        figure.savefig(path, dpi=120)
+    except (RematError, OSError) as error:
+        warnings.warn(f"no picture of the plan was made: {error}", RematWarning, stacklevel=2)
+        return folder
+    for logger in trainer.loggers:
+        _show(logger, figure, path, trainer.fit_loop.epoch_loop._batches_that_stepped)
+    return folder
+
+
+def _figure(plan: Plan) -> Any:
+    before, after = plan.baseline_timeline(), plan.timeline()
+    return timeline_figure(
+        plan.graph,
+        before,
+        after,
+        plan.budget_bytes,
+        title=plan.graph.name or "training step",
+        boundaries=(plan.baseline_schedule().boundary, plan.schedule.boundary),
+    )
+
+
+def _show(logger: Logger, figure: Any, path: Path, step: int) -> None:
+    """The picture, in a logger that takes one."""
+    if hasattr(logger, "log_image"):  # Weights & Biases, Comet-like
+        logger.log_image("remat/memory_timeline", [str(path)], step=step)
+        return
+    experiment: Any = getattr(logger, "experiment", None)
+    if hasattr(experiment, "add_figure"):  # TensorBoard
+        experiment.add_figure("remat/memory_timeline", figure, global_step=step, close=False)
+    elif hasattr(experiment, "log_artifact") and hasattr(logger, "run_id"):  # MLflow
+        experiment.log_artifact(logger.run_id, str(path))

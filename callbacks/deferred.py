@@ -1,0 +1,230 @@
+"""`self.log` and torchmetrics metrics inside a captured step.
+
+Neither can be captured: Lightning's ``log`` would cut the step in two, and a metric counts its updates in Python numbers,
+so that every step would be captured anew. While a captured step runs, calls of both are written down in their order, with
+their tensors detached, and made when the step returns.
+
+A metric call hands back a `DeferredValue`, which computes itself when the step asks for more than to log or return it.
+Metrics that do not declare themselves not differentiable are not deferred: they run at once, between two captured graphs.
+
+What is logged is copied, as Lightning does. What a metric is given is kept until the step returns, not copied: a step that
+overwrites it in place after the metric has seen it should hand the metric a clone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torchmetrics import Metric, MetricCollection
+
+from lightning_remat.errors import CaptureError
+
+_METHODS = ("forward", "update", "compute", "reset")
+
+
+@dataclasses.dataclass(eq=False)
+class _Call:
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    of_metric: bool
+    done: bool = False
+    result: Any = None
+
+    def make(self) -> None:
+        if not self.done:
+            self.done = True
+            args, kwargs = apply_to_collection((self.args, self.kwargs), DeferredValue, value_of)
+            self.args, self.kwargs = (), {}
+            self.result = self.function(*args, **kwargs)
+
+
+class Deferred:
+    """Writes calls of ``module.log`` and of the module's metrics down, and makes them later."""
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self.calls: list[_Call] = []
+        # What stands in for which attribute of which object while a step runs.
+        self._replacements: list[tuple[dict[str, Any], str, Any]] = [
+            (module.__dict__, name, self._logging(getattr(module, name))) for name in ("log", "log_dict")
+        ]
+        if not module.automatic_optimization:
+            self._replacements += [
+                (attributes, name, _uncaptured(method)) for attributes, name, method in _manual(module)
+            ]
+        self._replaced: list[tuple[dict[str, Any], str, Any]] = []  # with what was there before
+        for part in module.modules():
+            if isinstance(part, (Metric, MetricCollection)):
+                deferrable = all(m.is_differentiable is False for m in part.modules() if isinstance(m, Metric))
+                stand_in = self._deferring if deferrable else self._at_once
+                for name in _METHODS:
+                    self._replacements.append((part.__dict__, name, stand_in(getattr(part, name))))
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """While open, calls are written down; an exception drops them."""
+        self.calls.clear()
+        self._replace()
+        try:
+            yield
+        except BaseException:
+            self.calls.clear()
+            raise
+        finally:
+            self._restore()
+
+    def settle(self, output: Any) -> Any:
+        """Make the calls that were written down; returns ``output`` with deferred values replaced by what they stand for."""
+        try:
+            for call in self.calls:
+                call.make()
+            return apply_to_collection(output, DeferredValue, value_of)
+        finally:
+            self.calls.clear()
+
+    def make_metric_calls(self, last: _Call | None = None) -> None:
+        """In the middle of a step: make the metric calls up to ``last``, or all."""
+        with self.suspended():
+            for call in self.calls:
+                if call.of_metric:
+                    call.make()
+                if call is last:
+                    break
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """While open, metrics work as they are: they call their own methods."""
+        active = bool(self._replaced)
+        self._restore()
+        try:
+            yield
+        finally:
+            if active:
+                self._replace()
+
+    def _replace(self) -> None:
+        self._replaced = [(attributes, name, attributes.get(name)) for attributes, name, _ in self._replacements]
+        for attributes, name, new in self._replacements:
+            attributes[name] = new
+
+    def _restore(self) -> None:
+        for attributes, name, old in self._replaced:
+            if old is None:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = old
+        self._replaced = []
+
+    def _logging(self, method: Callable[..., None]) -> Callable[..., None]:
+        calls = self.calls
+
+        def log(*args: Any, **kwargs: Any) -> None:
+            if not kwargs.get("enable_graph", False):
+                args, kwargs = _detached(args, copy=True), _detached(kwargs, copy=True)
+            calls.append(_Call(method, args, kwargs, of_metric=False))
+
+        return log
+
+    def _deferring(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        calls = self.calls
+
+        def deferring(*args: Any, **kwargs: Any) -> DeferredValue:
+            call = _Call(method, _detached(args), _detached(kwargs), of_metric=True)
+            calls.append(call)
+            return DeferredValue(self, call)
+
+        return deferring
+
+    def _at_once(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def at_once(*args: Any, **kwargs: Any) -> Any:
+            self.make_metric_calls()  # it may read another metric's state
+            with self.suspended():
+                return method(*args, **kwargs)
+
+        return _uncaptured(at_once)
+
+
+class DeferredValue:
+    """What a deferred metric call returns: its value, computed when it is asked for."""
+
+    def __init__(self, deferred: Deferred, call: _Call) -> None:
+        self._deferred, self._call = deferred, call
+
+    @classmethod
+    def __torch_function__(cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = apply_to_collection((args, kwargs or {}), DeferredValue, value_of)
+        return function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(value_of(self), name)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _as_it_is, (value_of(self),)  # a copy of a module that keeps one holds the value itself
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def value_of(value: DeferredValue) -> Any:
+    """Make all metric calls up to this one, each once, and return what it returned."""
+    if "_call" not in vars(value):  # Dynamo formats f-strings before it fills in the objects that the step has made
+        raise CaptureError("a metric's value cannot be formatted inside a captured step: format float(value) instead")
+    if not value._call.done:
+        value._deferred.make_metric_calls(value._call)
+    return value._call.result
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def operator(self: DeferredValue, *args: Any) -> Any:
+        args = tuple(value_of(other) if isinstance(other, DeferredValue) else other for other in args)
+        return getattr(value_of(self), name)(*args)
+
+    operator.__name__ = name
+    return operator
+
+
+_OPERATORS = """
+    add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs invert
+    lt le gt ge eq ne bool float int index round len getitem contains iter format repr
+"""
+for _name in _OPERATORS.split():
+    setattr(DeferredValue, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def _detached(values: Any, *, copy: bool = False) -> Any:
+    if isinstance(values, torch.Tensor):
+        return values.detach().clone() if copy else values.detach()
+    if isinstance(values, tuple) and hasattr(values, "_fields"):
+        return type(values)(*[_detached(v, copy=copy) for v in values])
+    if isinstance(values, (tuple, list)):
+        return type(values)([_detached(v, copy=copy) for v in values])
+    if type(values) is dict:
+        return {key: _detached(v, copy=copy) for key, v in values.items()}
+    return values
+
+
+def _uncaptured(function: Callable[..., Any]) -> Callable[..., Any]:
+    disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def _manual(module: pl.LightningModule) -> Iterator[tuple[dict[str, Any], str, Callable[..., Any]]]:
+    """What a step of manual optimization does to gradients and optimizers: it ends a captured graph, and is in none."""
+    for name in ("manual_backward", "optimizers", "lr_schedulers", "toggle_optimizer", "untoggle_optimizer"):
+        yield module.__dict__, name, getattr(module, name)
+    for optimizer in module.trainer.strategy._lightning_optimizers:
+        for name in ("step", "zero_grad"):
+            yield optimizer.__dict__, name, getattr(optimizer, name)

@@ -1,0 +1,43 @@
+"""Exact training in less memory: rematerialization for PyTorch and Lightning."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_remat._rematerialize import Rematerialized, rematerialize
+    from lightning_remat.errors import InfeasibleBudgetError, RematError
+    from lightning_remat.planner import Plan, RematConfig, RematWarning
+
+__all__ = [
+    "InfeasibleBudgetError",
+    "Plan",
+    "RematConfig",
+    "RematError",
+    "RematWarning",
+    "Rematerialized",
+    "rematerialize",
+]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "InfeasibleBudgetError": "lightning_remat.errors",
+    "RematError": "lightning_remat.errors",
+    "Plan": "lightning_remat.planner",
+    "RematConfig": "lightning_remat.planner",
+    "RematWarning": "lightning_remat.planner",
+    "Rematerialized": "lightning_remat._rematerialize",
+    "rematerialize": "lightning_remat._rematerialize",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: graphs are solved without torch, and in seconds less."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,43 @@
+"""Living with torch's profiler: only one can run, and it talks to the terminal."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch.autograd import profiler as autograd_profiler
+
+
+def profiler_running() -> bool:
+    """Whether a torch profiler records on this thread."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+
+def profiler_in_use() -> bool:
+    """Whether a torch profiler records now, or is set up to record later (`torch.profiler.profile` with a schedule).
+
+    The second kind matters: to start another profiler while one warms up crashes the process. There is no public way to
+    ask; but a profiler that has been set up and not yet left is among those that count steps.
+    """
+    steps: Mapping[str, int] = getattr(autograd_profiler.KinetoStepTracker, "_step_dict", {})
+    recording: bool = getattr(autograd_profiler, "_is_profiler_enabled", False)  # on any thread
+    return recording or profiler_running() or "ProfilerStep" in steps
+
+
+@contextmanager
+def quiet_profiler() -> Iterator[None]:
+    """Keep the profiler's own lines ("USDT: ... profiler_start") off the user's terminal, unless the user set a level.
+
+    The level is read once, when the first profiler of the process starts.
+    """
+    name = "KINETO_LOG_LEVEL"
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "6"
+    try:
+        yield
+    finally:
+        del os.environ[name]

@@ -1,0 +1,132 @@
+"""`rematerialize`: a module or a function that trains in less memory, for plain PyTorch and Fabric."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lightning_remat.errors import ConfigError
+from lightning_remat.measure import held_bytes
+from lightning_remat.planner import Plan, RematConfig, ScheduledStep, Surroundings
+
+
+class Rematerialized:
+    """What `rematerialize` returns: call it as the module or function that it stands for."""
+
+    def __init__(self, step: ScheduledStep, original: Callable[..., Any]) -> None:
+        self._step = step
+        self.original = original
+        functools.update_wrapper(self, original, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._step(*args, **kwargs)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that the last call ran; ``None`` before the first call, and where nothing could be captured."""
+        return self._step.last_plan
+
+    @property
+    def plans(self) -> Sequence[Plan]:
+        """All plans: one a captured graph and set of shapes."""
+        return tuple(self._step.plans)
+
+    @property
+    def runs(self) -> Sequence[int]:
+        """How often the forward of each plan has run."""
+        return tuple(self._step.runs)
+
+    @property
+    def failures(self) -> Sequence[str]:
+        """Why something could not be captured; empty where all of it was."""
+        return tuple(self._step.failures)
+
+    def __repr__(self) -> str:
+        return f"rematerialize({self.original!r}, budget={self._step.config.budget!r})"
+
+
+def _modules_of(function: Callable[..., Any]) -> list[torch.nn.Module]:
+    """The modules that a function is, belongs to, or names."""
+    if isinstance(function, torch.nn.Module):
+        return [function]
+    found = [getattr(function, "__self__", None)]
+    plain = getattr(function, "__func__", function)
+    if inspect.isfunction(plain):
+        names = inspect.getclosurevars(plain)
+        found += [*names.nonlocals.values(), *names.globals.values()]
+    return [thing for thing in found if isinstance(thing, torch.nn.Module)]
+
+
+def rematerialize(
+    module_or_function: torch.nn.Module | Callable[..., Any],
+    budget: Any = "auto",
+    *,
+    old_gradients: bool = True,
+    resident_bytes: int = 0,
+    **options: Any,
+) -> Rematerialized:
+    """Run a module's forward, or a function, within a memory budget, with the same results bit for bit.
+
+    The step is captured and planned on its first call, and again for new input shapes. The module itself is not changed:
+    call what is returned instead of it. Put the loss inside, as far as you can: what is computed outside is not planned.
+
+    Args:
+        module_or_function: a module, or a function of tensors (nested in containers or not) that may call modules.
+        budget: ``"auto"`` (what the device has), ``"min"``, bytes, a size such as ``"600MiB"``, or a share in (0, 1] of
+            what rematerialization can save (``floor + share * (baseline - floor)``). It counts parameters, buffers,
+            inputs, gradients, activations and workspaces, but no optimizer, of which this function knows nothing.
+        old_gradients: gradients of the step before are still there while the forward runs (``zero_grad`` comes after the
+            forward, as in Lightning, or not at all); ``False`` where they are dropped before.
+        resident_bytes: bytes that are held on the device beside (an optimizer's state, say) and count in the budget.
+        **options: fields of `RematConfig`: ``solver``, ``time_limit``, ``solver_options``, ``cost_model``, ``margin``.
+
+    Returns:
+        A callable with the same signature, and with ``plan`` and ``plans``.
+
+    Raises:
+        ConfigError, BudgetError: at once, for options that cannot be used.
+        InfeasibleBudgetError: on a call, when no schedule fits; it names the smallest feasible budget.
+
+    Example:
+        >>> import torch
+        >>> net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+        >>> step = rematerialize(net, budget="min")
+        >>> step(torch.randn(16, 8)).sum().backward()
+        >>> step.plan.predicted_peak_bytes <= step.plan.budget_bytes
+        True
+    """
+    if not callable(module_or_function):
+        raise ConfigError(f"rematerialize takes a module or a function, not {type(module_or_function).__name__}")
+    config = RematConfig.from_mapping({"budget": budget, **options})
+    if isinstance(module_or_function, torch.nn.Module):
+        # A plain function around the call: the frame of `Sequential.forward` lies in torch's own files, where Dynamo
+        # captures nothing, and hooks would be lost.
+        module = module_or_function
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return module(*args, **kwargs)
+
+        name = type(module).__name__
+    else:
+        function = module_or_function
+        name = getattr(function, "__qualname__", type(function).__name__)
+
+    modules = _modules_of(module_or_function)
+
+    def surroundings() -> Surroundings:
+        trainable = [p for module in modules for p in module.parameters() if p.requires_grad]
+        module_bytes = held_bytes(*modules)
+        return Surroundings(
+            module_bytes=module_bytes,
+            trainable_bytes=held_bytes(trainable),
+            resident_bytes=resident_bytes,
+            old_gradients=old_gradients,
+            held_bytes=held_bytes(*modules, gradients=True) + resident_bytes,
+        )
+
+    step = ScheduledStep(function, config, surroundings=surroundings, name=name)
+    return Rematerialized(step, module_or_function)

@@ -1,0 +1,92 @@
+"""One operation as it is called: the op, and where its tensors stand among its arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """Shape, strides (in elements), dtype and device of a strided tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        """The spec of a real or fake tensor with static sizes."""
+        return cls(tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())), tensor.dtype, tensor.device)
+
+    @property
+    def span(self) -> int:
+        """Elements of storage from the first to the last element, 0 for an empty tensor."""
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of ``span``."""
+        return self.span * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class OpCall:
+    """A call of ``target`` with `TensorSpec` leaves where tensors go.
+
+    Attributes:
+        target: an ``OpOverload``, or any function of tensors.
+        args: positional arguments; tuples, lists and dicts may nest.
+        kwargs: keyword arguments, likewise.
+        outputs: specs of the tensors that it returns, in order.
+    """
+
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    outputs: tuple[TensorSpec, ...]
+
+    @property
+    def key(self) -> str:
+        """Equal for calls that do the same work: target, shapes, dtypes, strides, device and plain arguments."""
+        plain = inspect.isfunction(self.target)  # its own text holds an address, of this process only
+        name = f"{self.target.__module__}.{self.target.__name__}" if plain else str(self.target)
+        return f"{name}({self.args!r}, {sorted(self.kwargs.items())!r})"
+
+    def inputs(self) -> Iterator[TensorSpec]:
+        """The tensors among the arguments, in order."""
+        yield from _specs(self.args)
+        yield from _specs(self.kwargs)
+
+    def with_tensors(self, make: Callable[[TensorSpec], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments with every `TensorSpec` replaced by ``make(spec)``."""
+        args = tuple(_replace(value, make) for value in self.args)
+        return args, {name: _replace(value, make) for name, value in self.kwargs.items()}
+
+
+def _specs(value: Any) -> Iterator[TensorSpec]:
+    if isinstance(value, TensorSpec):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _specs(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _specs(item)
+
+
+def _replace(value: Any, make: Callable[[TensorSpec], Any]) -> Any:
+    if isinstance(value, TensorSpec):
+        return make(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_replace(item, make) for item in value)
+    if isinstance(value, Mapping):
+        return {name: _replace(item, make) for name, item in value.items()}
+    return value

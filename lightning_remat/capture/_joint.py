@@ -1,0 +1,471 @@
+"""AOTAutograd's joint forward-backward graph as a `ComputationGraph`, with the way back from ops to torch nodes."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from lightning_remat.capture import _ops
+from lightning_remat.capture._call import OpCall, TensorSpec
+from lightning_remat.capture._torch import HigherOrderOperator, OpOverload
+from lightning_remat.errors import CaptureError
+from lightning_remat.graph import ComputationGraph, Op, Phase, Tensor, TensorRole
+
+aten = torch.ops.aten
+Node = torch.fx.Node
+
+
+WORTH_DRAWING_AGAIN = 256 * 1024
+"""Bytes that a random op must make for it to be evaluated a second time (the state it needs takes 5 kB on the CPU)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CapturedGraph:
+    """One captured graph of a training step.
+
+    Attributes:
+        graph: the computation graph; costs are zero until a cost model has filled them in.
+        module: the joint graph module, rewritten so that each op is one node.
+        nodes: the torch node of each op; ``None`` for one that stands for something outside the graph.
+        tensors: the torch node that stands for each tensor; ``None`` for an output that nobody reads.
+        node_tensor: tensor index by torch node.
+        calls: what a cost model times for each op; ``None`` for views.
+        primals: placeholders of the forward, in calling order.
+        tangents: placeholders handed to the backward.
+        forward_outputs: what the forward module returns to AOTAutograd (nodes, or plain values).
+        backward_outputs: what the backward module returns.
+    """
+
+    graph: ComputationGraph
+    module: torch.fx.GraphModule
+    nodes: tuple[Node | None, ...]
+    tensors: tuple[Node | None, ...]
+    node_tensor: dict[Node, int]
+    calls: tuple[OpCall | None, ...]
+    primals: tuple[Node, ...]
+    tangents: tuple[Node, ...]
+    forward_outputs: tuple[Any, ...]
+    backward_outputs: tuple[Any, ...]
+
+    @property
+    def static_bytes(self) -> int:
+        """Bytes of the parameters and buffers among the inputs."""
+        return self._bytes_of(TensorRole.PARAMETER, TensorRole.BUFFER)
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of the other inputs."""
+        return self._bytes_of(TensorRole.BATCH)
+
+    def _bytes_of(self, *roles: TensorRole) -> int:
+        found = {self.graph.tensors[t].storage for t in self.graph.inputs if self.graph.tensors[t].role in roles}
+        return sum(self.graph.storages[s] for s in found)
+
+    @property
+    def device(self) -> torch.device:
+        """Where most of the step's bytes are."""
+        totals: dict[torch.device, int] = {}
+        for node in self.tensors:
+            if node is not None:
+                spec = TensorSpec.of(node.meta["val"])
+                totals[spec.device] = totals.get(spec.device, 0) + spec.nbytes
+        return max(totals, key=lambda device: totals[device]) if totals else torch.device("cpu")
+
+
+def is_tensor(node: Any) -> bool:
+    """Whether a node stands for one tensor."""
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def from_joint(
+    module: torch.fx.GraphModule,
+    num_fwd_outputs: int,
+    *,
+    static_inputs: Sequence[int] = (),
+    parameters: Sequence[bool] = (),
+    name: str = "",
+) -> CapturedGraph:
+    """Read a joint graph.
+
+    Args:
+        module: the joint graph module; it is rewritten in place.
+        num_fwd_outputs: how many of its outputs are the forward's.
+        static_inputs: positions of the primals that are parameters or buffers.
+        parameters: for each primal, whether it is a parameter (missing ones are told apart by ``static_inputs`` alone).
+        name: of the graph, for people.
+
+    Raises:
+        CaptureError: for a graph that holds something that cannot be scheduled, such as an op that overwrites its inputs.
+    """
+    _drop_detach(module.graph)
+    _split_dropout(module.graph)
+    _free_running_statistics(module.graph)
+    _compact_losses(module.graph)
+    outputs = tuple(module.graph.output_node().args[0])  # type: ignore[arg-type]
+    _clone_overwritten_inputs(module.graph, outputs[:num_fwd_outputs], num_fwd_outputs)
+    outputs = tuple(module.graph.output_node().args[0])  # type: ignore[arg-type]
+    forward_outputs, backward_outputs = outputs[:num_fwd_outputs], outputs[num_fwd_outputs:]
+    return _Reader(module, forward_outputs, backward_outputs, set(static_inputs), list(parameters), name).read()
+
+
+# -- rewriting --------------------------------------------------------------------------------------------------------
+
+
+def _drop_detach(graph: torch.fx.Graph) -> None:
+    """Inside the graph nothing is differentiated: a detach is its input. (One that is returned stays: it is an alias.)"""
+    output = graph.output_node()
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is aten.detach.default:
+            source = node.args[0]
+            node.replace_all_uses_with(source, delete_user_cb=lambda user: user is not output)
+            if not node.users:
+                graph.erase_node(node)
+
+
+def _split_dropout(graph: torch.fx.Graph) -> None:
+    """On the CPU, ``native_dropout`` becomes what eager does there: noise, and a product with it, forward and backward.
+
+    The noise (0 or `dropout_scale`, in the input's dtype) is made of a boolean mask. Only the mask is random: a quarter of
+    the noise's bytes or less, it may stay when the noise goes. On other devices the fused kernel stays whole.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not aten.native_dropout.default:
+            continue
+        x, p, train = node.args
+        value = x.meta["val"]
+        if value.device.type != "cpu" or train is False:
+            continue
+        layout = torch.empty_like(value, dtype=torch.bool)
+        scale = _ops.dropout_scale(p, value.dtype)
+        with graph.inserting_before(node):
+            arguments = (tuple(map(int, layout.shape)), tuple(map(int, layout.stride())), p, value.device)
+            mask = graph.call_function(_ops.dropout_mask, arguments)
+            noise = graph.call_function(_ops.dropout_noise, (mask, value.dtype, scale))
+            product = graph.call_function(aten.mul.Tensor, (x, noise))
+        for new in (mask, noise, product):
+            new.meta = {key: item for key, item in node.meta.items() if key not in ("val", "tensor_meta")}
+        mask.meta["val"], product.meta["val"] = layout, node.meta["val"][0]
+        noise.meta["val"] = torch.empty_like(layout, dtype=value.dtype)
+        for use in list(node.users):
+            use.replace_all_uses_with(product if use.args[1] == 0 else mask)
+            graph.erase_node(use)
+        graph.erase_node(node)
+        for use in list(mask.users):
+            if use.target is aten.native_dropout_backward.default and use.args[1] is mask:
+                use.target, use.args = aten.mul.Tensor, (use.args[0], noise)
+            elif (
+                use.target is aten._to_copy.default
+            ):  # a backward that is differentiated again: (mask as numbers) * scale
+                for product in list(use.users):
+                    if product.target in (aten.mul.Tensor, aten.mul.Scalar) and isinstance(product.args[1], float):
+                        product.update_arg(1, scale)
+
+
+def _free_running_statistics(graph: torch.fx.Graph) -> None:
+    """In training mode the backward of batch norm takes the running statistics and does not read them."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is aten.native_batch_norm_backward.default and node.args[7]:
+            node.update_arg(3, None)
+            node.update_arg(4, None)
+
+
+def _compact_losses(graph: torch.fx.Graph) -> None:
+    """Some losses keep the storage of their unreduced values: the caller would hold that through the backward."""
+    for node in graph.nodes:
+        if node.op == "call_function" and _ops.is_padded(node.target) and node.meta["val"].dim() == 0:
+            node.target = _ops.compact(node.target)
+
+
+def _clone_overwritten_inputs(graph: torch.fx.Graph, forward_outputs: Sequence[Any], count: int) -> None:
+    """Ops that read an input which the step overwrites read a copy of it, made first and never again.
+
+    AOTAutograd writes the new value back when the forward ends; whatever is evaluated after that must see the old one.
+    Batch norm is excepted: it can be evaluated again without its running statistics.
+    """
+    descriptions = graph.output_node().meta.get("desc") or [None] * count
+    overwritten = set()
+    for _value, description in zip(forward_outputs, descriptions, strict=False):
+        mutated = getattr(description, "mutated_input", None)
+        if mutated is not None:
+            overwritten.add(getattr(mutated, "idx", None))
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    primals = [n for n in placeholders if "tangents" not in str(n.target)]
+    first = next(n for n in graph.nodes if n.op != "placeholder")
+    output = graph.output_node()
+    for index, node in enumerate(primals):
+        if index not in overwritten or not is_tensor(node):
+            continue
+        readers = [
+            user
+            for user in node.users
+            if user is not output
+            and not (_ops.is_training_batch_norm(user.target, user.args) and node in user.args[3:5])
+        ]
+        for user in readers:
+            if set(user.users) == {output}:  # such as a counter's next value: the backward never asks for it
+                user.meta["remat_once"] = True
+        readers = [user for user in readers if set(user.users) != {output}]
+        if not readers:
+            continue
+        with graph.inserting_before(first):
+            copy = graph.call_function(aten.clone.default, (node,))
+        copy.meta = dict(node.meta)
+        copy.meta["remat_once"] = True
+        for user in readers:
+            user.replace_input_with(node, copy)
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+_ROOT = re.compile(r"^L\['[^']*'\]\.?|^L__self___?")
+_INDEX = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
+
+
+def module_path(node: Node) -> str:
+    """The user's module path of a node: ``"transformer.h.3.mlp"``; "" at the root or where it is unknown."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path, _kind = list(stack.values())[-1]
+    path = _ROOT.sub("", str(path))
+    path = _INDEX.sub(r".\1", path).replace("._modules.", ".").removeprefix("_modules.")
+    return path.strip(".")
+
+
+class _Reader:
+    def __init__(
+        self,
+        module: torch.fx.GraphModule,
+        forward_outputs: tuple[Any, ...],
+        backward_outputs: tuple[Any, ...],
+        static_inputs: set[int],
+        parameters: list[bool],
+        name: str,
+    ) -> None:
+        self.module = module
+        self.forward_outputs, self.backward_outputs = forward_outputs, backward_outputs
+        self.static_inputs, self.parameters, self.name = static_inputs, parameters, name
+        placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+        self.tangents = tuple(n for n in placeholders if "tangents" in str(n.target))
+        self.primals = tuple(n for n in placeholders if n not in self.tangents)
+        self.tensor_list: list[Tensor] = []
+        self.tensor_nodes: list[Node | None] = []
+        self.node_tensor: dict[Node, int] = {}
+        self.storages: list[int] = []
+
+    def tensor(
+        self, node: Node | None, value: torch.Tensor, name: str, *, on: int | None = None, role: TensorRole
+    ) -> int:
+        if value.layout is not torch.strided:
+            raise CaptureError(f"{name} has the layout {value.layout}: only strided tensors can be scheduled")
+        spec = TensorSpec.of(value)
+        if on is None:
+            on = len(self.storages)
+            self.storages.append(spec.nbytes)
+        self.tensor_list.append(Tensor(name, on, spec.shape, str(spec.dtype).removeprefix("torch."), role))
+        self.tensor_nodes.append(node)
+        index = len(self.tensor_list) - 1
+        if node is not None:
+            self.node_tensor[node] = index
+        return index
+
+    def read(self) -> CapturedGraph:
+        inputs = []
+        for index, node in enumerate(self.primals):
+            if is_tensor(node):
+                inputs.append(self.tensor(node, node.meta["val"], node.name, role=self._role(index)))
+        for node in self.tangents:
+            if is_tensor(node):
+                inputs.append(self.tensor(node, node.meta["val"], node.name, role=TensorRole.TANGENT))
+        for node in self.module.graph.find_nodes(op="get_attr"):
+            constant = getattr(self.module, str(node.target), None)
+            if isinstance(constant, torch.Tensor):
+                node.meta.setdefault("val", constant)
+                inputs.append(self.tensor(node, constant, node.name, role=TensorRole.BUFFER))
+        ordered = self._execution_order()
+        ops, nodes, calls = [], [], []
+        for node, phase in ordered:
+            op, call = self._op(node, phase)
+            ops.append(op)
+            nodes.append(node)
+            calls.append(call)
+        user, transient = self._split_forward_outputs()
+        # The gradient of a scalar loss comes from `Tensor.backward`, which holds it until the backward is done.
+        ones = [n for n in self.tangents if is_tensor(n) and n.meta["val"].dim() == 0]
+        kept = (*self.backward_outputs, *ones)
+        graph = ComputationGraph(
+            ops=tuple(ops),
+            tensors=tuple(self.tensor_list),
+            storages=tuple(self.storages),
+            inputs=tuple(inputs),
+            forward_outputs=user,
+            forward_transient=transient,
+            backward_outputs=tuple(dict.fromkeys(self.node_tensor[n] for n in kept if is_tensor(n))),
+            name=self.name,
+        )
+        return CapturedGraph(
+            graph=graph,
+            module=self.module,
+            nodes=tuple(nodes),
+            tensors=tuple(self.tensor_nodes),
+            node_tensor=self.node_tensor,
+            calls=tuple(calls),
+            primals=self.primals,
+            tangents=self.tangents,
+            forward_outputs=self.forward_outputs,
+            backward_outputs=self.backward_outputs,
+        )
+
+    def _role(self, index: int) -> TensorRole:
+        if index < len(self.parameters) and self.parameters[index]:
+            return TensorRole.PARAMETER
+        return TensorRole.BUFFER if index in self.static_inputs else TensorRole.BATCH
+
+    def _split_forward_outputs(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What the caller keeps, and new values of overwritten inputs, which it copies and gives up."""
+        descriptions = self.module.graph.output_node().meta.get("desc") or []
+        user: list[int] = []
+        transient: list[int] = []
+        for index, node in enumerate(self.forward_outputs):
+            if is_tensor(node):
+                mutation = index < len(descriptions) and hasattr(descriptions[index], "mutated_input")
+                (transient if mutation else user).append(self.node_tensor[node])
+        return tuple(dict.fromkeys(user)), tuple(dict.fromkeys(transient))
+
+    def _execution_order(self) -> list[tuple[Node, Phase]]:
+        """Nodes in the order in which an unscheduled step runs them.
+
+        The joint graph lists forward-side ops that only the backward needs (views, transposes) early. Forward are the ops
+        that a forward output needs, and those that draw random numbers before the backward begins; the backward is driven
+        by the ops that depend on a tangent, and all the others come right before the first one that needs them.
+        """
+        needed: set[Node] = set()
+        stack = [n for n in (*self.forward_outputs, *self.backward_outputs) if isinstance(n, Node)]
+        stack += [n for n in self.module.graph.nodes if n.op == "call_function" and _ops.is_random(n.target)]
+        forward_needs: set[Node] = set()
+        depends: set[Node] = set(self.tangents)
+        for node in self.module.graph.nodes:
+            if node.op == "call_function" and any(source in depends for source in node.all_input_nodes):
+                depends.add(node)
+        while stack:
+            node = stack.pop()
+            if node not in needed:
+                needed.add(node)
+                stack.extend(node.all_input_nodes)
+        stack = [n for n in self.forward_outputs if isinstance(n, Node)]
+        stack += [n for n in needed if n.op == "call_function" and _ops.is_random(n.target) and n not in depends]
+        while stack:
+            node = stack.pop()
+            if node not in forward_needs:
+                forward_needs.add(node)
+                stack.extend(node.all_input_nodes)
+        if forward_needs & depends:
+            name = next(iter(forward_needs & depends)).name
+            raise CaptureError(f"the forward output {name} depends on the gradient of the loss")
+        body = [n for n in self.module.graph.nodes if n in needed and n.op == "call_function" and _computes(n)]
+        forward = [n for n in body if n in forward_needs]
+        last_module = max((i for i, n in enumerate(forward) if module_path(n)), default=len(forward))
+        order = [(n, Phase.LOSS if i > last_module else Phase.FORWARD) for i, n in enumerate(forward)]
+        placed = set(forward)
+        for driver in body:
+            if driver not in depends:
+                continue
+            stack = [driver]
+            while stack:
+                node = stack[-1]
+                missing = [
+                    source
+                    for source in map(_producer, node.all_input_nodes)
+                    if source.op == "call_function" and _computes(source) and source not in placed
+                ]
+                if missing:
+                    stack.extend(missing)
+                    continue
+                stack.pop()
+                if node not in placed:
+                    placed.add(node)
+                    order.append((node, Phase.BACKWARD))
+        for node in body:  # gradients that do not depend on the tangents (constant ones)
+            if node not in placed:
+                placed.add(node)
+                order.append((node, Phase.BACKWARD))
+        return order
+
+    def _op(self, node: Node, phase: Phase) -> tuple[Op, OpCall | None]:
+        target = node.target
+        if isinstance(target, HigherOrderOperator):
+            raise CaptureError(f"{node.name} is the higher-order operator {target}, which cannot be scheduled")
+        if _ops.mutates(target):
+            raise CaptureError(f"{node.name} calls {target}, which overwrites its inputs")
+        read = list(dict.fromkeys(self.node_tensor[n] for n in node.all_input_nodes if n in self.node_tensor))
+        view = _ops.is_view(target) and bool(read)
+        on = self.tensor_list[read[0]].storage if view else None
+        outputs = []
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            outputs.append(self.tensor(node, value, node.name, on=on, role=TensorRole.INTERMEDIATE))
+        elif isinstance(value, (tuple, list)):
+            items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+            duplicates = [u for u in node.users if u.target is operator.getitem and items[u.args[1]] is not u]
+            for position, item in enumerate(value):
+                if isinstance(item, torch.Tensor):
+                    getter = items.get(position)
+                    name = getter.name if getter is not None else f"{node.name}[{position}]"
+                    outputs.append(self.tensor(getter, item, name, on=on, role=TensorRole.INTERMEDIATE))
+            for user in duplicates:
+                self.node_tensor[user] = self.node_tensor[items[user.args[1]]]
+        random = _ops.is_random(target)
+        made = sum(self.storages[s] for s in {self.tensor_list[t].storage for t in outputs})
+        # To draw again takes the generator's state from the first time: not worth it for a small result.
+        once = bool(node.meta.get("remat_once")) or (random and made < WORTH_DRAWING_AGAIN)
+        op = Op(
+            name=node.name,
+            target=_target_name(target),
+            inputs=tuple(read),
+            outputs=tuple(outputs),
+            phase=phase,
+            random=random,
+            recomputable=not once,
+            module=module_path(node),
+        )
+        return op, None if view or not outputs else self._call(node)
+
+    def _call(self, node: Node) -> OpCall:
+        def plain(value: Any) -> Any:
+            if isinstance(value, Node):
+                found = value.meta.get("val")
+                if isinstance(found, torch.Tensor):
+                    return TensorSpec.of(found)
+                return int(found) if isinstance(found, torch.SymInt) else found
+            if isinstance(value, (tuple, list)):
+                return tuple(plain(v) for v in value) if isinstance(value, tuple) else [plain(v) for v in value]
+            if isinstance(value, dict):
+                return {key: plain(v) for key, v in value.items()}
+            return value
+
+        value = node.meta["val"]
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        outputs = tuple(TensorSpec.of(v) for v in values if isinstance(v, torch.Tensor))
+        return OpCall(node.target, plain(tuple(node.args)), plain(dict(node.kwargs)), outputs)  # type: ignore[arg-type]
+
+
+def _computes(node: Node) -> bool:
+    """Whether a node is an op of the schedule: it makes tensors. (Sizes and items of tuples are made where they are used.)"""
+    return node.target is not operator.getitem and isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
+
+
+def _producer(node: Node) -> Node:
+    """The op that a node comes from: itself, or what an item was taken of."""
+    while node.op == "call_function" and node.target is operator.getitem and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+def _target_name(target: Any) -> str:
+    return str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", str(target))

@@ -1,0 +1,67 @@
+"""Ops whose results lie in memory otherwise than torch's fake tensors say: what the real kernels do.
+
+Tracing decides by strides whether a reshape copies, and a dropout mask is filled in the order of its input's memory. Where
+the fake strides are wrong, what was captured fails (a view that is none) or draws eager's random numbers for other elements.
+Found by comparing both on permuted inputs, on torch 2.13; `tests/test_layouts.py` compares them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+
+def _format(x: torch.Tensor) -> torch.memory_format:
+    """Contiguous, or channels last where the tensor is so."""
+    for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if x.dim() == dims and not x.is_contiguous() and x.is_contiguous(memory_format=layout):
+            return layout
+    return torch.contiguous_format
+
+
+def _suggested(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=_format(x))
+
+
+def _contiguous(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+Rule = tuple[int, Callable[..., torch.Tensor], bool]
+"""Which argument the first result is laid out by, how, and whether on the CPU only."""
+
+_RULES: dict[Any, Rule] = {
+    aten.native_batch_norm.default: (0, _suggested, True),
+    aten._native_batch_norm_legit.default: (0, _suggested, True),
+    aten._native_batch_norm_legit.no_stats: (0, _suggested, True),
+    aten._native_batch_norm_legit_functional.default: (0, _suggested, True),
+    aten._native_batch_norm_legit_no_training.default: (0, _suggested, True),
+    aten.native_batch_norm_backward.default: (1, _suggested, True),
+    aten.native_layer_norm_backward.default: (1, _contiguous, False),
+    aten._log_softmax_backward_data.default: (0, _contiguous, False),
+    aten.channel_shuffle.default: (0, _suggested, True),
+    aten.roll.default: (0, _suggested, True),
+}
+
+
+def real_layout(target: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
+    """A tensor with the strides that the first result of ``target(*args)`` really has; ``None`` where fake ones are right.
+
+    Call it under the fake tensor mode of ``args``.
+    """
+    if target is aten.max_unpool2d.default and args[0].device.type == "cpu":
+        x: torch.Tensor = args[0]
+        size = (*x.shape[:-2], *args[2])
+        return x.new_empty(size).contiguous(memory_format=_format(x))
+    if target is aten.native_dropout_backward.default:
+        return torch.mul(args[0], args[1])
+    rule = _RULES.get(target)
+    if rule is None:
+        return None
+    index, layout, cpu_only = rule
+    x = args[index]
+    return None if cpu_only and x.device.type != "cpu" else layout(x)

@@ -1,0 +1,111 @@
+"""What is known about single ATen ops: which are views, which draw random numbers, how some are evaluated again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_remat.capture._torch import OpOverload, real_tensors
+
+aten = torch.ops.aten
+
+# These hand back memory of their input although their schemas do not say so.
+_UNDECLARED_VIEWS = {aten._unsafe_view.default, aten.alias.default, aten.lift.default}
+
+# Training-mode batch norm, functional: it reads the running statistics only to compute their new values.
+_BATCH_NORMS = {aten._native_batch_norm_legit_functional.default}
+
+# Their scalar results lie on a storage as large as the input, for as long as anyone keeps the loss.
+_PADDED = {
+    aten.mse_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.soft_margin_loss.default,
+    aten.binary_cross_entropy.default,
+}
+
+
+def is_view(target: Any) -> bool:
+    """Whether every tensor that the op returns lies on its first input's storage."""
+    if target in _UNDECLARED_VIEWS:
+        return True
+    if not isinstance(target, OpOverload):
+        return False
+    returns = target._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def is_random(target: Any) -> bool:
+    """Whether the op draws random numbers."""
+    return target is dropout_mask or (
+        isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    )
+
+
+def mutates(target: Any) -> bool:
+    """Whether the op overwrites one of its inputs."""
+    return isinstance(target, OpOverload) and target._schema.is_mutable
+
+
+def is_padded(target: Any) -> bool:
+    """Whether a scalar that the op returns lies on a far larger storage."""
+    return target in _PADDED
+
+
+@functools.cache
+def compact(target: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``target``, its result on a storage of its own size."""
+
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return target(*args, **kwargs).clone()
+
+    call.__name__ = str(target)  # not its module: FX would write the op itself into the code
+    return call
+
+
+def is_training_batch_norm(target: Any, args: tuple[Any, ...]) -> bool:
+    """Whether the call is a batch norm that computes its statistics from the batch."""
+    return target in _BATCH_NORMS and bool(args[5])
+
+
+def batch_norm_again(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: None,
+    running_var: None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Batch norm evaluated a second time: the same output and batch statistics, the running ones left alone."""
+    del running_mean, running_var
+    result: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = aten._native_batch_norm_legit.no_stats(
+        x, weight, bias, training, momentum, eps
+    )
+    return result
+
+
+def dropout_mask(shape: tuple[int, ...], stride: tuple[int, ...], p: float, device: torch.device) -> torch.Tensor:
+    """The elements that dropout keeps: the numbers that eager draws, at one byte an element.
+
+    Eager on the CPU fills a tensor of the input's own dtype; the generator gives the same numbers to a boolean one.
+    """
+    return torch.empty_strided(shape, stride, dtype=torch.bool, device=device).bernoulli_(1.0 - p)
+
+
+def dropout_noise(mask: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """What eager dropout on the CPU multiplies by: ``scale`` where an element is kept, 0 elsewhere."""
+    return mask.to(dtype).mul_(scale)
+
+
+def dropout_scale(p: float, dtype: torch.dtype) -> float:
+    """What eager dropout on the CPU multiplies kept elements by: ``1 / (1 - p)`` as rounded in ``dtype``.
+
+    ``native_dropout`` multiplies by the unrounded number instead, which differs in the last bit for some ``p``
+    (0.15 in float32).
+    """
+    with real_tensors():
+        return float(torch.ones((), dtype=dtype).div_(1.0 - p)) if p < 1.0 else 0.0

@@ -1,0 +1,291 @@
+"""Every private torch import of the project. Tried on torch 2.13.0 (Python 3.11) and torch 2.11.0 (Python 3.12).
+
+What is used and why:
+
+* ``aot_autograd`` with ``partition_fn``: AOTAutograd hands over the joint forward-backward graph, and runs what it gets back.
+* ``FakeTensor`` helpers: planning runs real operations in the middle of fake tracing.
+* ``py_kernels`` of ops: AOTAutograd decomposes some ops (``upsample_bilinear2d``, ``dropout``, ``lstm``) although no
+  decompositions are asked for; the decomposed op has other bits and another speed than eager. They are kept whole.
+* ``FakeTensorMode._dispatch_impl``: some fake results have other strides than the real ones (see ``_layouts``).
+* ``_inductor.config.fallback_random``: without it, AOTAutograd drops random ops whose result nobody reads; eager draws them.
+* ``TorchInGraphFunctionVariable._get_handlers``: Dynamo's own decomposition of ``addcdiv`` (see `whole_ops` for AOTAutograd's).
+* ``_dynamo.config``: the recompile limit, logging calls and DDP's graph splitting are set while a step runs, and put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.fx
+from torch._C import DispatchKey
+from torch._dynamo import utils as dynamo_utils
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters as dynamo_counters
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.graph import _BoxedCodeGen
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from lightning_remat.capture._layouts import real_layout
+
+__all__ = [
+    "FakeTensor",
+    "HigherOrderOperator",
+    "OpOverload",
+    "aot_backend",
+    "boxed",
+    "capture_failures",
+    "compile_frame",
+    "dynamo_counters",
+    "on_double_backward",
+    "real_layouts",
+    "real_tensors",
+    "running",
+    "tensor_leaves",
+    "threads_kept",
+    "whole_ops",
+]
+
+# Ops whose Python decompositions stay. The batch norms' kernels overwrite the running statistics without saying so, which
+# a functional graph cannot hold; `dropout` becomes `native_dropout`, which the capture knows how to split.
+_KEEP_DECOMPOSED = (
+    "cudnn_batch_norm",
+    "miopen_batch_norm",
+    "native_batch_norm",
+    "dropout",
+    "empty",
+    "broadcast_tensors",
+)
+_COMPOSITE_KEYS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
+
+
+def _unasked_decompositions() -> list[OpOverload]:
+    found = []
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        if not hasattr(packet, "overloads") or name in _KEEP_DECOMPOSED:
+            continue
+        for overload in packet.overloads():
+            op = getattr(packet, overload)
+            if any(key in op.py_kernels for key in _COMPOSITE_KEYS):
+                found.append(op)
+    return found
+
+
+@contextlib.contextmanager
+def whole_ops() -> Iterator[None]:
+    """Trace the ops that eager runs: take AOTAutograd's unasked Python decompositions away, and put them back."""
+    import torch._decomp  # registers them
+    import torch._refs  # noqa: F401
+
+    removed: list[tuple[OpOverload, DispatchKey, Any]] = []
+    ops = _unasked_decompositions()
+    try:
+        for op in ops:
+            for key in _COMPOSITE_KEYS:
+                if key in op.py_kernels:
+                    removed.append((op, key, op.py_kernels.pop(key)))
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, key, kernel in removed:
+            op.py_kernels[key] = kernel
+        for op in ops:
+            op._dispatch_cache.clear()
+
+
+@contextlib.contextmanager
+def real_layouts() -> Iterator[None]:
+    """Trace with the strides that the real kernels give (`real_layout`)."""
+    original: Any = FakeTensorMode._dispatch_impl
+
+    def dispatch(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        result = original(self, func, types, args, kwargs)
+        first = result[0] if isinstance(result, (tuple, list)) and result else result
+        if not isinstance(first, FakeTensor):
+            return result
+        with self:
+            layout = real_layout(func, args)
+            if layout is None or layout.stride() == first.stride():
+                return result
+            true = torch.empty_strided(first.shape, layout.stride(), dtype=first.dtype, device=first.device)
+        return type(result)([true, *result[1:]]) if isinstance(result, (tuple, list)) else true
+
+    FakeTensorMode.cache_clear()  # it may hold results with the other strides
+    FakeTensorMode._dispatch_impl = dispatch  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FakeTensorMode._dispatch_impl = original  # type: ignore[method-assign]
+        FakeTensorMode.cache_clear()
+
+
+def real_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Leave fake tensor mode: tensors made inside are real."""
+    return _disable_current_modes()
+
+
+@contextlib.contextmanager
+def threads_kept() -> Iterator[None]:
+    """Put torch's number of threads back: solvers bring libraries that change it, and with it the bits of reductions."""
+    threads = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+
+
+def boxed(module: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """The module as a function of one list, which it clears, so that nothing outside keeps its arguments alive."""
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+    forward = module.forward
+
+    def run(args: list[Any]) -> Any:
+        return forward(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+Partition = Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
+
+
+def aot_backend(
+    graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any], partition: Partition
+) -> Callable[..., Any]:
+    """Run AOTAutograd on a captured forward; ``partition`` turns the joint graph into forward and backward."""
+
+    def compiler(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        return boxed(module)
+
+    backend = aot_autograd(
+        fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler, partition_fn=partition
+    )
+    settings: dict[str, Any] = {"donated_buffer": False}
+    if hasattr(functorch_config, "backward_pass_autocast"):
+        # "same_as_forward" gives other bits than eager where the step has a region with autocast off.
+        settings["backward_pass_autocast"] = "off"
+    with whole_ops(), real_layouts(), functorch_config.patch(settings), inductor_config.patch(fallback_random=True):
+        compiled: Callable[..., Any] = backend(graph_module, example_inputs)
+    return compiled
+
+
+def compile_frame(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` captured by Dynamo, one graph a shape."""
+    compiled: Callable[..., Any] = torch.compile(function, backend=backend, dynamic=False)
+    return compiled
+
+
+def tensor_leaves(tree: Any) -> list[torch.Tensor]:
+    """All tensors in nested containers and dataclass instances."""
+    found: list[torch.Tensor] = []
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensor_leaves([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
+    return found
+
+
+def capture_failures() -> Counter[str]:
+    """Why Dynamo did not capture things, and how often, in this process so far; each reason begins with a line for people."""
+    errors = [f"{m.fail_type}: {m.fail_reason}" for m in dynamo_utils.get_compilation_metrics() if m.fail_type]
+    return Counter(dynamo_counters["graph_break"]) + Counter(errors)
+
+
+def on_double_backward(outputs: Any, told: Callable[[], None]) -> None:
+    """Call ``told`` when a backward of ``outputs`` begins that is to be differentiated itself (``create_graph=True``)."""
+
+    def before(_gradients: Any) -> None:
+        if torch.is_grad_enabled():
+            told()
+
+    functions = {one.grad_fn for one in tensor_leaves(outputs) if one.grad_fn is not None}
+    for function in functions:
+        function.register_prehook(before)
+
+
+@contextlib.contextmanager
+def _quiet_dynamo() -> Iterator[None]:
+    """Let Dynamo's loggers and warnings through only where the user asked for them (``TORCH_LOGS``, a level set)."""
+    logger = logging.getLogger("torch._dynamo")
+    level, warn_once = logger.level, dynamo_utils.warn_once
+    if level == logging.NOTSET:
+        logger.setLevel(logging.CRITICAL)  # torch 2.11 cannot log its own settings, and calls that an error
+    dynamo_utils.warn_once = lambda message, *_args, **_kwargs: logger.info("%s", message)
+    try:
+        yield
+    finally:
+        dynamo_utils.warn_once = warn_once
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _whole_addcdiv() -> Iterator[None]:
+    """Dynamo takes ``torch.addcdiv`` apart, and rounds otherwise then; there is no setting for it."""
+    handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
+    handler = handlers.pop(torch.addcdiv, None)
+    try:
+        yield
+    finally:
+        if handler is not None:
+            handlers[torch.addcdiv] = handler
+
+
+def _logging_calls() -> set[Any]:
+    """Calls that only say something: the loggers' own, and what libraries hang on them (transformers' ``warning_once``)."""
+    said = {"debug", "info", "warning", "warn", "error", "critical", "exception", "log"}
+    methods = vars(logging.Logger).items()
+    own = {method for name, method in methods if name in said}
+    hung = {method for _, method in methods if callable(method) and getattr(method, "__module__", "") != "logging"}
+    return own | hung | {warnings.warn}
+
+
+_UNLIMITED = 1 << 30
+
+
+def running(dynamic_sources: str = "") -> contextlib.AbstractContextManager[Any]:
+    """Dynamo's settings while a captured step runs.
+
+    Recompilation is never silently given up (who calls this counts shapes itself), an error inside Dynamo makes the frame
+    run as before, a logging call does not break the graph, DDP does not split it, and NumPy stays NumPy (torch's own
+    version of it rounds otherwise), ``torch.autograd.grad`` is part of the graph (a gradient penalty is one graph then, not
+    two of which the first cannot be differentiated twice), and Dynamo's warnings stay off the terminal: what they warn of
+    is no fault of the user's, and what is not captured is told by who calls this.
+    """
+    stack = contextlib.ExitStack()
+    config = torch._dynamo.config
+    settings: dict[str, Any] = {
+        "recompile_limit": _UNLIMITED,
+        "accumulated_recompile_limit": _UNLIMITED,
+        "suppress_errors": True,
+        "optimize_ddp": False,
+        "trace_numpy": False,
+        "enable_dynamo_decompositions": False,  # `add_` with `alpha` in two roundings, for one
+        "trace_autograd_ops": True,
+    }
+    for name in ("ignore_logging_functions", "ignore_logger_methods"):
+        if hasattr(config, name):
+            settings[name] = set(getattr(config, name)) | _logging_calls()
+            break
+    stack.enter_context(config.patch(settings))
+    stack.enter_context(_quiet_dynamo())
+    stack.enter_context(_whole_addcdiv())
+    if dynamic_sources:
+        patch = torch.compiler.config.patch  # type: ignore[attr-defined]
+        stack.enter_context(patch(dynamic_sources=dynamic_sources))
+    return stack

@@ -1,0 +1,27 @@
+"""What every operation costs: its time, and the memory it takes for itself while it runs.
+
+`profile` measures on the device; `roofline`, `flops` and `unit` need no device at all. `cost_model` finds one by name.
+"""
+
+from lightning_remat.cost._cache import CostCache
+from lightning_remat.cost._cost_model import CostModel, cost_model
+from lightning_remat.cost._device_spec import DeviceSpec, device_spec, device_specs
+from lightning_remat.cost._flops import flops
+from lightning_remat.cost._op_cost import OpCost
+from lightning_remat.cost._profile import profile
+from lightning_remat.cost._roofline import roofline
+from lightning_remat.cost._unit import unit
+
+__all__ = [
+    "CostCache",
+    "CostModel",
+    "DeviceSpec",
+    "OpCost",
+    "cost_model",
+    "device_spec",
+    "device_specs",
+    "flops",
+    "profile",
+    "roofline",
+    "unit",
+]

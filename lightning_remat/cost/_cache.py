@@ -1,0 +1,144 @@
+"""Measured costs, kept on disk between runs."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_remat.capture import OpCall
+from lightning_remat.cost._fingerprint import fingerprint
+from lightning_remat.cost._indices import aten_name
+from lightning_remat.cost._op_cost import OpCost
+
+log = logging.getLogger(__name__)
+
+FORMAT = "lightning_remat.costs"
+FORMAT_VERSION = 1
+
+
+def cache_directory() -> Path:
+    """``$LIGHTNING_REMAT_CACHE``, else ``lightning_remat`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+
+    A user without a home has it among the temporary files.
+    """
+    own = os.environ.get("LIGHTNING_REMAT_CACHE")
+    if own:
+        return Path(own)
+    shared = os.environ.get("XDG_CACHE_HOME")
+    if shared:
+        return Path(shared) / "lightning_remat"
+    try:
+        return Path.home() / ".cache" / "lightning_remat"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / "lightning_remat"
+
+
+class CostCache:
+    """One JSON file for each device model, torch version and set of kernel-choosing settings (see `fingerprint`).
+
+    Only ATen ops are kept, since only their code is given by torch's version. Nothing that goes wrong with the disk
+    raises: a corrupt file is ignored with a warning and written anew, a directory that cannot be written is warned of
+    once. Writers may run at the same time: each adds to what it finds and replaces the file in one step, so a reader
+    always sees a whole file, and of two writers at the same moment the last wins.
+
+    Args:
+        directory: where the files lie; by default `cache_directory`.
+    """
+
+    def __init__(self, directory: str | Path | None = None) -> None:
+        self.directory = Path(directory) if directory is not None else cache_directory()
+        self._warned_of_writing = False
+
+    def path(self, device: torch.device) -> Path:
+        """The file for ``device`` under the settings of this moment."""
+        facts = json.dumps(fingerprint(device), sort_keys=True)
+        return self.directory / f"costs-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
+
+    def load(self, device: torch.device) -> dict[str, OpCost]:
+        """The costs known for ``device``, by `OpCall.key`."""
+        return self._read(self.path(device))
+
+    def store(self, device: torch.device, calls: Iterable[OpCall], costs: Iterable[OpCost]) -> None:
+        """Add the costs of these calls, one each, to what is known for ``device``."""
+        fresh = {call.key: cost for call, cost in zip(calls, costs, strict=True) if _is_lasting(call)}
+        if not fresh:
+            return
+        path = self.path(device)
+        known = self._read(path) | fresh
+        data = {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "measured_with": fingerprint(device),
+            "costs": {key: [cost.seconds, cost.workspace_bytes] for key, cost in known.items()},
+        }
+        try:
+            _replace(path, json.dumps(data, indent=0))
+        except OSError as error:
+            if not self._warned_of_writing:
+                self._warned_of_writing = True
+                log.warning(
+                    "Measured op costs cannot be kept in %s (%s), so the next run measures them again. Set "
+                    "LIGHTNING_REMAT_CACHE to a directory that can be written.",
+                    self.directory,
+                    error,
+                )
+
+    def _read(self, path: Path) -> dict[str, OpCost]:
+        try:
+            return _parse(json.loads(path.read_text(encoding="utf-8")))
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except (OSError, ValueError, RecursionError) as error:
+            log.warning("Measured op costs in %s cannot be read (%s): they are measured again.", path, error)
+            return {}
+
+
+def _is_lasting(call: OpCall) -> bool:
+    """Whether the key means the same in another process: an ATen op, and no object's address among the arguments."""
+    return bool(aten_name(call)) and " at 0x" not in call.key
+
+
+def _parse(data: Any) -> dict[str, OpCost]:
+    """Costs by key.
+
+    Raises:
+        ValueError: for anything that `CostCache.store` would not write.
+    """
+    if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != FORMAT_VERSION:
+        raise ValueError(f"not a {FORMAT} file of version {FORMAT_VERSION}")
+    costs = data.get("costs")
+    if not isinstance(costs, dict):
+        raise ValueError("no costs")
+    return {key: _parse_cost(value) for key, value in costs.items()}
+
+
+def _parse_cost(value: Any) -> OpCost:
+    match value:
+        case [float() | int() as seconds, int() as workspace] if 0 <= seconds < math.inf and workspace >= 0:
+            return OpCost(float(seconds), workspace)
+    raise ValueError(f"not a cost: {value!r}")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write the whole file in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise

@@ -1,0 +1,165 @@
+"""Costs measured on the device, one distinct operation at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import logging
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from lightning_remat.capture import OpCall
+from lightning_remat.cost._cache import CostCache
+from lightning_remat.cost._device_spec import device_spec
+from lightning_remat.cost._materialize import materialize
+from lightning_remat.cost._op_cost import FREE, OpCost
+from lightning_remat.cost._roofline import roofline
+from lightning_remat.cost._timing import seconds_of
+from lightning_remat.cost._workspace import ProfilerInUseError, cpu_workspaces, cuda_workspace
+from lightning_remat.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+
+
+def profile(
+    calls: Sequence[OpCall | None],
+    device: torch.device,
+    *,
+    cache: CostCache | None = None,
+    progress: Progress | None = None,
+) -> list[OpCost]:
+    """Time and workspace of every call, measured on ``device``.
+
+    Each distinct call (by `OpCall.key`) is measured once, on tensors made for it, and everything it held is dropped
+    before the next: the memory needed is that of the largest single op, so a step that does not fit can be profiled.
+    The user's random numbers stay as they are, on the CPU and on ``device``. Gradients and autocast are off. On CUDA
+    the device's peak memory statistics are reset, and cached blocks are given back at the end.
+
+    A call that raises on made-up inputs gets its `roofline` estimate and a workspace of 0, and a warning in the log
+    says so, once for each target. Such estimates are not cached.
+
+    Args:
+        calls: what to measure; ``None`` stands for what costs nothing (views). Tensors are made where their specs say.
+        device: where time is taken, ``cpu`` or ``cuda``. Calls without a tensor there are timed on the CPU.
+        cache: costs measured before, read first and added to; ``None`` measures everything.
+        progress: told after each timed op how many are timed, and how many there are to time.
+
+    Returns:
+        One `OpCost` a call, in seconds and bytes.
+
+    Raises:
+        ConfigError: for another kind of device.
+    """
+    device = torch.device(device)
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(
+            f"ops can be profiled on cpu and cuda, and {device} was given: use the cost model 'roofline:<device>', "
+            "'flops' or 'unit' there"
+        )
+    device = torch.empty(0, device=device).device  # with its index
+    distinct = {call.key: call for call in calls if call is not None}
+    costs = {key: cost for key, cost in (cache.load(device) if cache is not None else {}).items() if key in distinct}
+    missing = {key: call for key, call in distinct.items() if key not in costs}
+    if missing:
+        with _undisturbed(device):
+            measured, estimated = _measure(missing, device, progress)
+        costs.update(measured)
+        costs.update(estimated)
+        if cache is not None:
+            cache.store(device, [missing[key] for key in measured], measured.values())
+    return [FREE if call is None else costs[call.key] for call in calls]
+
+
+def _measure(
+    calls: dict[str, OpCall], device: torch.device, progress: Progress | None
+) -> tuple[dict[str, OpCost], dict[str, OpCost]]:
+    """Costs by key: those that were measured, and those that had to be estimated."""
+    failures = _Failures(device)
+    seconds: dict[str, float] = {}
+    workspaces: dict[str, int] = {}
+    for done, (key, call) in enumerate(calls.items(), start=1):
+        try:
+            seconds[key], workspaces[key] = _time_one(call, device)
+        except Exception as error:  # noqa: BLE001 - anything may be called, so anything may be raised
+            failures.add(call, error)
+        if progress is not None:
+            progress(done, len(calls))
+    unknown_workspaces: set[str] = set()
+    if device.type == "cpu":
+        try:
+            workspaces = cpu_workspaces((calls[key] for key in seconds), failures.add)
+        except ProfilerInUseError as error:
+            log.warning(
+                "Op workspaces were not measured, and count as 0 bytes: %s. Predicted peaks will be too low; plan the "
+                "step before the profiler starts.",
+                error,
+            )
+            unknown_workspaces = set(seconds)
+    measured = {key: OpCost(seconds[key], workspaces[key]) for key in seconds if key in workspaces}
+    estimated = {key: measured.pop(key) for key in unknown_workspaces}
+    estimated.update(failures.estimates())
+    return measured, estimated
+
+
+def _time_one(call: OpCall, device: torch.device) -> tuple[float, int]:
+    """Seconds, and on CUDA the workspace in bytes (on the CPU that takes a profiler, which would slow the op: 0)."""
+    args, kwargs = materialize(call)
+    run = functools.partial(call.target, *args, **kwargs)
+    on_device = any(spec.device.type == device.type for spec in (*call.inputs(), *call.outputs))
+    if device.type != "cuda" or not on_device:
+        return seconds_of(run, torch.device("cpu")), 0
+    seconds = seconds_of(run, device)
+    return seconds, cuda_workspace(call, args, kwargs, device)
+
+
+class _Failures:
+    """Calls that cannot be run on made-up inputs: warned of once a target, and estimated instead."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._calls: dict[str, OpCall] = {}
+        self._targets: set[str] = set()
+
+    def add(self, call: OpCall, error: Exception) -> None:
+        """Note the call; log the first one of each target."""
+        self._calls[call.key] = call
+        target = str(call.target)
+        if target not in self._targets:
+            self._targets.add(target)
+            log.warning(
+                "%s could not be profiled on %s (%s: %s): its roofline estimate stands in.",
+                target,
+                self._device,
+                type(error).__name__,
+                str(error).strip(),
+            )
+
+    def estimates(self) -> dict[str, OpCost]:
+        """A roofline estimate for each failed call, by key."""
+        if not self._calls:
+            return {}
+        return dict(zip(self._calls, roofline(list(self._calls.values()), device_spec(self._device)), strict=True))
+
+
+@contextlib.contextmanager
+def _undisturbed(device: torch.device) -> Iterator[None]:
+    """Plain kernels inside, and nothing of the user's changed afterwards."""
+    collecting = gc.isenabled()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+        stack.enter_context(torch.no_grad())
+        for kind in {"cpu", device.type}:
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        if device.type == "cuda":
+            stack.enter_context(torch.cuda.device(device))
+            stack.callback(torch.cuda.empty_cache)
+        gc.disable()  # a collection would be timed, and would free what the op does not hold
+        try:
+            yield
+        finally:
+            if collecting:
+                gc.enable()

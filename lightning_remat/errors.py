@@ -1,0 +1,56 @@
+"""The project's own exceptions. Each message says what was given, what is accepted and what to do."""
+
+from __future__ import annotations
+
+
+class RematError(Exception):
+    """Base of every error that lightning_remat raises on purpose."""
+
+
+class GraphError(RematError, ValueError):
+    """A computation graph that breaks its own rules, or a graph file that cannot be read."""
+
+
+class ScheduleError(RematError, ValueError):
+    """A schedule that breaks a rule; the message names the first broken one and the step."""
+
+
+class BudgetError(RematError, ValueError):
+    """A budget that cannot be understood, or that is over what the device has."""
+
+
+class SolverError(RematError, ValueError):
+    """An unknown solver, or options that a solver does not take."""
+
+
+class CaptureError(RematError, RuntimeError):
+    """A training step that cannot be captured; the message is the reason given to the user."""
+
+
+class ConfigError(RematError, ValueError):
+    """An unknown or malformed configuration value."""
+
+
+class InfeasibleBudgetError(RematError, RuntimeError):
+    """No schedule was found within the budget.
+
+    Attributes:
+        budget_bytes: the budget asked for.
+        smallest_bytes: the smallest budget for which a schedule was found.
+        op: the operation at whose moment that smallest peak occurs.
+        module: the user's module path of that operation ("" where it is unknown).
+    """
+
+    def __init__(self, budget_bytes: int, smallest_bytes: int, op: str, module: str) -> None:
+        self.budget_bytes = budget_bytes
+        self.smallest_bytes = smallest_bytes
+        self.op = op
+        self.module = module
+        where = f"{op} in {module}" if module else op
+        super().__init__(
+            f"no schedule was found within a budget of {budget_bytes:,} bytes: the smallest feasible budget found is "
+            f"{smallest_bytes:,} bytes, set by {where}. Give at least that (or budget='min'), or make the batch smaller."
+        )
+
+    def __reduce__(self) -> tuple[type[InfeasibleBudgetError], tuple[int, int, str, str]]:
+        return type(self), (self.budget_bytes, self.smallest_bytes, self.op, self.module)

@@ -1,0 +1,395 @@
+"""The computation graph of one training step: what a schedule is made for.
+
+A graph lists **ops** in their captured (topological) order. An op reads and writes **tensors**; a tensor lies on a
+**storage**, which is what takes memory. Several tensors may share one storage: a view lies on its base's storage, an
+in-place result on its operand's, an aliased output on the tensor that it aliases.
+
+Memory that the schedule cannot change is told apart by when it is held:
+
+* the storages of ``inputs`` (parameters, buffers, batch) are held by the caller all through the step;
+* ``resident_bytes`` is held all through the step as well, outside the graph (optimizer state, other captured graphs);
+* ``forward_resident_bytes`` is held until the backward begins (old gradients, which Lightning drops only then).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_remat.errors import GraphError
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+FORMAT = "lightning_remat.graph"
+FORMAT_VERSION = 1
+
+
+class Phase(str, Enum):
+    """The part of the training step that an op belongs to."""
+
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+
+
+class TensorRole(str, Enum):
+    """Why a tensor exists before any op has run, or what the caller does with it afterwards."""
+
+    INTERMEDIATE = "intermediate"
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    BATCH = "batch"
+    TANGENT = "tangent"
+    """Handed in by the caller when the backward begins, and freed after its last use there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor of the step.
+
+    Attributes:
+        name: unique in the graph.
+        storage: index into ``ComputationGraph.storages``.
+        shape: sizes, in elements.
+        dtype: the element type's name, such as ``"float32"``.
+        role: see `TensorRole`.
+    """
+
+    name: str
+    storage: int
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    role: TensorRole = TensorRole.INTERMEDIATE
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """One operation.
+
+    Attributes:
+        name: unique in the graph.
+        target: what is called, such as ``"aten.mm.default"``.
+        inputs: tensor indices read, each once.
+        outputs: tensor indices produced, in the op's own output order.
+        phase: see `Phase`.
+        seconds: time of one evaluation.
+        workspace_bytes: held during the evaluation only, beside inputs and outputs.
+        random: draws random numbers; its first evaluations keep the captured order, later ones replay its numbers.
+        recomputable: may be evaluated more than once.
+        mutates: tensor indices (among ``inputs``) whose storage is overwritten in place.
+        module: the user's module path, such as ``"transformer.h.3.mlp"`` ("" where it is unknown).
+    """
+
+    name: str
+    target: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    phase: Phase = Phase.FORWARD
+    seconds: float = 0.0
+    workspace_bytes: int = 0
+    random: bool = False
+    recomputable: bool = True
+    mutates: tuple[int, ...] = ()
+    module: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ComputationGraph:
+    """Ops in captured order, with the tensors and storages they touch.
+
+    Attributes:
+        ops: in a topological order, forward and loss ops before backward ops: the order that runs unscheduled.
+        tensors: see `Tensor`.
+        storages: bytes of each storage.
+        inputs: tensors that exist before the step and are held throughout it, tangents excepted (see `TensorRole`).
+        forward_outputs: handed to the caller when the forward ends, who keeps them (the loss, logits).
+        forward_transient: also needed when the forward ends, but given up at once (new values of mutated buffers).
+        backward_outputs: present when the step ends (gradients).
+        resident_bytes: held all through the step outside the graph.
+        forward_resident_bytes: held outside the graph until the backward begins.
+        name: what was captured, for people.
+        device: where the costs hold, such as ``"cpu"``.
+
+    Raises:
+        GraphError: on construction, when the ops are not in a topological order, an index is out of range, a size or
+            time is negative, a name occurs twice, or a tensor has two producers or none.
+    """
+
+    ops: tuple[Op, ...]
+    tensors: tuple[Tensor, ...]
+    storages: tuple[int, ...]
+    inputs: tuple[int, ...] = ()
+    forward_outputs: tuple[int, ...] = ()
+    forward_transient: tuple[int, ...] = ()
+    backward_outputs: tuple[int, ...] = ()
+    resident_bytes: int = 0
+    forward_resident_bytes: int = 0
+    name: str = ""
+    device: str = ""
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    # -- derived, computed once ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def producer(self) -> tuple[int, ...]:
+        """Op index that produces each tensor; -1 for inputs."""
+        found = [-1] * len(self.tensors)
+        for index, op in enumerate(self.ops):
+            for tensor in op.outputs:
+                found[tensor] = index
+        return tuple(found)
+
+    @cached_property
+    def consumers(self) -> tuple[tuple[int, ...], ...]:
+        """Op indices that read each tensor, in captured order."""
+        found: list[list[int]] = [[] for _ in self.tensors]
+        for index, op in enumerate(self.ops):
+            for tensor in op.inputs:
+                found[tensor].append(index)
+        return tuple(tuple(users) for users in found)
+
+    @cached_property
+    def input_storages(self) -> frozenset[int]:
+        """Storages held by the caller throughout (tangents excepted)."""
+        return frozenset(self.tensors[t].storage for t in self.inputs if self.tensors[t].role is not TensorRole.TANGENT)
+
+    @cached_property
+    def input_bytes(self) -> int:
+        """Bytes of parameters, buffers and batch."""
+        return sum(self.storages[s] for s in self.input_storages)
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Bytes of the backward outputs' storages that are not inputs' own."""
+        found = {self.tensors[t].storage for t in self.backward_outputs}
+        return sum(self.storages[s] for s in found - self.input_storages)
+
+    @property
+    def floor_bytes(self) -> int:
+        """Resident whatever the schedule: inputs, what lies outside the graph, and the gradients.
+
+        Old gradients that only live through the forward have the new ones' room, so the larger of the two counts.
+        """
+        gradients = max(self.gradient_bytes, self.forward_resident_bytes)
+        return self.input_bytes + self.resident_bytes + gradients
+
+    @cached_property
+    def is_view(self) -> tuple[bool, ...]:
+        """Whether each op allocates nothing: every output lies on a storage of one of its inputs and none is mutated."""
+        flags = []
+        for op in self.ops:
+            read = {self.tensors[t].storage for t in op.inputs}
+            on_inputs = all(self.tensors[t].storage in read for t in op.outputs)
+            flags.append(bool(op.outputs) and on_inputs and not op.mutates and not op.random)
+        return tuple(flags)
+
+    @property
+    def boundary(self) -> int:
+        """Number of forward and loss ops: where the backward begins in the captured order."""
+        return sum(op.phase is not Phase.BACKWARD for op in self.ops)
+
+    @property
+    def seconds(self) -> float:
+        """Time of evaluating every op once."""
+        return sum(op.seconds for op in self.ops)
+
+    def replace(self, **changes: Any) -> ComputationGraph:
+        """A copy with fields replaced (checked again)."""
+        return dataclasses.replace(self, **changes)
+
+    def with_costs(self, seconds: Iterable[float], workspace_bytes: Iterable[int] | None = None) -> ComputationGraph:
+        """A copy with new op times in seconds and, where given, new workspaces in bytes, one an op."""
+        times = list(seconds)
+        spaces = list(workspace_bytes) if workspace_bytes is not None else [op.workspace_bytes for op in self.ops]
+        if len(times) != len(self.ops) or len(spaces) != len(self.ops):
+            raise GraphError(f"{len(self.ops)} ops, but {len(times)} times and {len(spaces)} workspaces were given")
+        ops = tuple(
+            dataclasses.replace(op, seconds=s, workspace_bytes=w)
+            for op, s, w in zip(self.ops, times, spaces, strict=True)
+        )
+        return self.replace(ops=ops)
+
+    # -- files and views ----------------------------------------------------------------------------------------------
+
+    def to_networkx(self) -> nx.DiGraph:
+        """A directed graph of ops (by index), an edge where one reads what the other writes. See `to_networkx`."""
+        from lightning_remat.graph._networkx import to_networkx
+
+        return to_networkx(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "name": self.name,
+            "device": self.device,
+            "resident_bytes": self.resident_bytes,
+            "forward_resident_bytes": self.forward_resident_bytes,
+            "storages": list(self.storages),
+            "inputs": list(self.inputs),
+            "forward_outputs": list(self.forward_outputs),
+            "forward_transient": list(self.forward_transient),
+            "backward_outputs": list(self.backward_outputs),
+            "tensors": [
+                {"name": t.name, "storage": t.storage, "shape": list(t.shape), "dtype": t.dtype, "role": t.role.value}
+                for t in self.tensors
+            ],
+            "ops": [
+                {
+                    "name": o.name,
+                    "target": o.target,
+                    "inputs": list(o.inputs),
+                    "outputs": list(o.outputs),
+                    "phase": o.phase.value,
+                    "seconds": o.seconds,
+                    "workspace_bytes": o.workspace_bytes,
+                    "random": o.random,
+                    "recomputable": o.recomputable,
+                    "mutates": list(o.mutates),
+                    "module": o.module,
+                }
+                for o in self.ops
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> ComputationGraph:
+        """The inverse of `to_dict`.
+
+        Raises:
+            GraphError: for other data, another version of the format, a missing field, or a graph that breaks a rule.
+        """
+        if not isinstance(data, Mapping) or data.get("format") != FORMAT:
+            raise GraphError(f'not a computation graph: expected a JSON object with "format": "{FORMAT}"')
+        if data.get("version") != FORMAT_VERSION:
+            raise GraphError(
+                f"graph format version {data.get('version')!r} cannot be read: this release reads version "
+                f"{FORMAT_VERSION}. Capture the graph again with this release."
+            )
+        try:
+            tensors = tuple(
+                Tensor(t["name"], t["storage"], tuple(t["shape"]), t["dtype"], TensorRole(t["role"]))
+                for t in data["tensors"]
+            )
+            ops = tuple(
+                Op(
+                    name=o["name"],
+                    target=o["target"],
+                    inputs=tuple(o["inputs"]),
+                    outputs=tuple(o["outputs"]),
+                    phase=Phase(o["phase"]),
+                    seconds=float(o["seconds"]),
+                    workspace_bytes=o["workspace_bytes"],
+                    random=o["random"],
+                    recomputable=o["recomputable"],
+                    mutates=tuple(o["mutates"]),
+                    module=o["module"],
+                )
+                for o in data["ops"]
+            )
+            return cls(
+                ops=ops,
+                tensors=tensors,
+                storages=tuple(data["storages"]),
+                inputs=tuple(data["inputs"]),
+                forward_outputs=tuple(data["forward_outputs"]),
+                forward_transient=tuple(data["forward_transient"]),
+                backward_outputs=tuple(data["backward_outputs"]),
+                resident_bytes=data["resident_bytes"],
+                forward_resident_bytes=data["forward_resident_bytes"],
+                name=data["name"],
+                device=data["device"],
+            )
+        except (KeyError, TypeError) as error:
+            raise GraphError(f"a computation graph with a missing or malformed field: {error!r}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the graph as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), separators=(",", ":")), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> ComputationGraph:
+        """Read a graph that `save` wrote.
+
+        Raises:
+            GraphError: when the file is no graph, or one of another format version.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise GraphError(f"{path} is not a JSON file: {error}") from error
+        return cls.from_dict(data)
+
+
+def _check(graph: ComputationGraph) -> None:
+    """Raise `GraphError` at the first broken rule."""
+    tensor_count, storage_count = len(graph.tensors), len(graph.storages)
+    if graph.resident_bytes < 0 or graph.forward_resident_bytes < 0:
+        raise GraphError("resident bytes cannot be negative")
+    for index, nbytes in enumerate(graph.storages):
+        if nbytes < 0:
+            raise GraphError(f"storage {index} has a negative size: {nbytes} bytes")
+    phases = [op.phase is Phase.BACKWARD for op in graph.ops]
+    if phases != sorted(phases):
+        late = graph.ops[len(phases) - 1 - phases[::-1].index(False)]
+        raise GraphError(f"forward op {late.name} lies after a backward op: list forward and loss ops first")
+    names: set[str] = set()
+    for tensor in graph.tensors:
+        if not 0 <= tensor.storage < storage_count:
+            raise GraphError(f"tensor {tensor.name} lies on storage {tensor.storage}, of {storage_count}")
+        if tensor.name in names:
+            raise GraphError(f"two tensors are named {tensor.name}")
+        names.add(tensor.name)
+    for group in ("inputs", "forward_outputs", "forward_transient", "backward_outputs"):
+        for t in getattr(graph, group):
+            if not 0 <= t < tensor_count:
+                raise GraphError(f"{group} names tensor {t}, of {tensor_count}")
+    known = set(graph.inputs)
+    written = {graph.tensors[t].storage for t in known}
+    op_names: set[str] = set()
+    for op in graph.ops:
+        if op.name in op_names:
+            raise GraphError(f"two ops are named {op.name}")
+        op_names.add(op.name)
+        if not op.seconds >= 0 or op.workspace_bytes < 0:
+            raise GraphError(f"op {op.name} has a negative cost: {op.seconds} s, {op.workspace_bytes} bytes")
+        for t in (*op.inputs, *op.outputs):
+            if not 0 <= t < tensor_count:
+                raise GraphError(f"op {op.name} names tensor {t}, of {tensor_count}")
+        if len(set(op.inputs)) != len(op.inputs) or len(set(op.outputs)) != len(op.outputs):
+            raise GraphError(f"op {op.name} names a tensor twice")
+        for t in op.inputs:
+            if t not in known:
+                raise GraphError(
+                    f"op {op.name} reads {graph.tensors[t].name} before it is produced: the ops must be in a topological "
+                    "order and without cycles"
+                )
+        if not set(op.mutates) <= set(op.inputs):
+            raise GraphError(f"op {op.name} mutates a tensor that it does not read")
+        read = {graph.tensors[t].storage for t in op.inputs}
+        fresh = set()
+        for t in op.outputs:
+            if t in known:
+                raise GraphError(f"tensor {graph.tensors[t].name} is produced twice")
+            storage = graph.tensors[t].storage
+            if storage in written and storage not in read:
+                raise GraphError(f"op {op.name} writes {graph.tensors[t].name} on a storage that it does not read")
+            fresh.add(storage)
+            known.add(t)
+        written |= fresh
+    for group in ("forward_outputs", "forward_transient", "backward_outputs"):
+        for t in getattr(graph, group):
+            if t not in known:
+                raise GraphError(f"{group} names {graph.tensors[t].name}, which nothing produces")
+    for index, tensor in enumerate(graph.tensors):
+        if index not in known:
+            raise GraphError(f"tensor {tensor.name} is neither an input nor produced by an op")

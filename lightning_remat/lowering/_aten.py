@@ -1,0 +1,249 @@
+"""A verified schedule as two FX modules of ATen kernels, in the form in which AOTAutograd runs them.
+
+Each compute step becomes one call; each evaluation of an op is a value of its own. The code that FX generates gives every
+value up after its last use, which is never later than the schedule's free step. The forward module returns the forward
+outputs and, behind them, what the backward module reads and does not compute: the values present at the boundary.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx
+
+from lightning_remat.capture import CapturedGraph
+from lightning_remat.capture import _ops as ops
+from lightning_remat.errors import ScheduleError
+from lightning_remat.lowering._replay import random_state, replaying
+from lightning_remat.schedule import Compute, Schedule
+
+Node = torch.fx.Node
+State = tuple[str, int]
+Key = Node | State
+"""What a value in a module stands for: a node of the joint graph, or the random state before an op's first evaluation."""
+
+
+def lower(captured: CapturedGraph, schedule: Schedule) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+    """Forward and backward modules that run ``schedule`` on ``captured``.
+
+    The forward takes the primals; it returns the forward outputs, then the saved tensors, then the saved sizes. The
+    backward takes the saved sizes, the saved tensors and the tangents; it returns the gradients.
+
+    Raises:
+        ScheduleError: when the schedule reads something that is not present (a schedule that `verify` refuses).
+    """
+    runs = schedule.evaluations
+    replayed = {op for op, count in runs.items() if count > 1 and captured.graph.ops[op].random}
+    forward_steps, backward_steps = schedule.steps[: schedule.boundary], schedule.steps[schedule.boundary :]
+
+    forward = _Writer(captured, replayed)
+    for node in captured.primals:
+        forward.placeholder(node, str(node.target))
+    for step in forward_steps:
+        forward.run(step)
+
+    saved = _needed_from_forward(captured, schedule, replayed)
+    tensors = [key for key in saved if not _is_size(key)]
+    sizes = [key for key in saved if _is_size(key)]
+    backward = _Writer(captured, replayed, done={step.op for step in forward_steps if isinstance(step, Compute)})
+    for key in (*sizes, *tensors):
+        backward.placeholder(key, _name(captured, key))
+    for node in captured.tangents:
+        backward.placeholder(node, str(node.target))
+    for step in backward_steps:
+        backward.run(step)
+
+    returned = [forward.value(v) if isinstance(v, Node) else v for v in captured.forward_outputs]
+    carried = [forward.value(key) for key in (*tensors, *sizes)]
+    gradients = [backward.value(v) if isinstance(v, Node) else v for v in captured.backward_outputs]
+    description = captured.module.graph.output_node().meta.get("desc")
+    forward_module = forward.finish((*returned, *carried))
+    backward_module = backward.finish(tuple(gradients))
+    if description is not None:
+        backward_module.graph.output_node().meta["desc"] = description[len(returned) :]
+    return forward_module, backward_module
+
+
+def _is_size(key: Key) -> bool:
+    return isinstance(key, Node) and isinstance(key.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int))
+
+
+def _name(captured: CapturedGraph, key: Key) -> str:
+    if isinstance(key, Node):
+        return f"saved_{key.name}" if key not in captured.primals else key.name
+    return f"saved_{key[0]}_{captured.graph.ops[key[1]].name}"
+
+
+def _needed_from_forward(captured: CapturedGraph, schedule: Schedule, replayed: set[int]) -> list[Key]:
+    """What the backward reads before computing it, in order of first use."""
+    found: dict[Key, None] = {}
+    present: set[Node] = set(captured.tangents)
+    tangents = {captured.node_tensor[n] for n in captured.tangents if n in captured.node_tensor}
+    done = {step.op for step in schedule.steps[: schedule.boundary] if isinstance(step, Compute)}
+
+    def need(node: Node) -> None:
+        if node in present or node in found:
+            return
+        if node.op == "get_attr":
+            return
+        if node.op == "call_function" and not _is_tensor(node):
+            for source in node.all_input_nodes:  # sizes are computed again from what they come from
+                need(source)
+            return
+        found[node] = None
+
+    for step in schedule.steps[schedule.boundary :]:
+        if isinstance(step, Compute):
+            again = step.op in done
+            source = captured.nodes[step.op]
+            for node in _read(source, again) if source is not None else ():
+                if not _same_tensor_present(captured, node, present):
+                    need(node)
+            if again and step.op in replayed:
+                found[("random_state", step.op)] = None
+            done.add(step.op)
+            for t in captured.graph.ops[step.op].outputs:
+                made = captured.tensors[t]
+                if made is not None and made not in found:
+                    present.add(made)
+        elif step.tensor not in tangents:
+            node_of = captured.tensors[step.tensor]
+            if node_of is not None:
+                present.discard(node_of)
+    for value in captured.backward_outputs:
+        if isinstance(value, Node) and not _same_tensor_present(captured, value, present):
+            need(value)
+    # One tensor may be known by several nodes (items taken twice): carry it once.
+    unique: dict[Any, Key] = {}
+    for key in found:
+        unique.setdefault(captured.node_tensor.get(key, key) if isinstance(key, Node) else key, key)
+    return list(unique.values())
+
+
+def _arguments(node: Node, again: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of an op; batch norm evaluated again gets no running statistics (they were updated the first time)."""
+    args = node.args
+    if again and ops.is_training_batch_norm(node.target, args):
+        args = (*args[:3], None, None, *args[5:])
+    return args, dict(node.kwargs)
+
+
+def _read(node: Node, again: bool) -> list[Node]:
+    found: list[Node] = []
+    torch.fx.node.map_arg(_arguments(node, again), found.append)
+    return found
+
+
+def _is_tensor(node: Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _same_tensor_present(captured: CapturedGraph, node: Node, present: set[Node]) -> bool:
+    if node in present:
+        return True
+    index = captured.node_tensor.get(node)
+    return index is not None and captured.tensors[index] in present
+
+
+class _Writer:
+    """One module in the making: which value stands for which node of the joint graph right now."""
+
+    def __init__(self, captured: CapturedGraph, replayed: set[int], done: set[int] | None = None) -> None:
+        self.captured = captured
+        self.replayed = replayed
+        self.done = set(done or ())
+        self.graph = torch.fx.Graph()
+        self.values: dict[Any, Node] = {}
+
+    def _key(self, key: Key) -> Any:
+        if isinstance(key, Node):
+            index = self.captured.node_tensor.get(key)
+            return key if index is None else index
+        return key
+
+    def placeholder(self, key: Key, name: str) -> None:
+        node = self.graph.placeholder(name)
+        if isinstance(key, Node):
+            node.meta = {k: v for k, v in key.meta.items() if k in ("val", "tensor_meta", "desc")}
+        else:
+            node.meta["val"] = self._state_value()
+        self.values[self._key(key)] = node
+
+    @staticmethod
+    def _state_value() -> torch.Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def value(self, key: Key) -> Node:
+        """The present value of a node; sizes and constants are made on the way."""
+        found = self.values.get(self._key(key))
+        if found is not None:
+            return found
+        if isinstance(key, Node) and key.op == "get_attr":
+            made = self.graph.get_attr(str(key.target))
+            made.meta = dict(key.meta)
+            self.values[self._key(key)] = made
+            return made
+        if isinstance(key, Node) and key.op == "call_function" and key not in self.captured.node_tensor:
+            return self._copy(key)
+        raise ScheduleError(f"{_name(self.captured, key)} is read and not present: the schedule was not verified")
+
+    def _copy(self, node: Node) -> Node:
+        made = self.graph.node_copy(node, self.value)
+        self.values[node] = made
+        return made
+
+    def run(self, step: Any) -> None:
+        if isinstance(step, Compute):
+            self._compute(step.op)
+        else:
+            self.values.pop(step.tensor, None)
+
+    def _compute(self, index: int) -> None:
+        op, node = self.captured.graph.ops[index], self.captured.nodes[index]
+        if node is None:
+            return
+        again = index in self.done
+        self.done.add(index)
+        device = self._device(node)
+        if index in self.replayed and not again:
+            state = self.graph.call_function(random_state, (device,))
+            state.meta["val"] = self._state_value()
+            self.values[("random_state", index)] = state
+        args, kwargs = torch.fx.node.map_arg(_arguments(node, again), self.value)
+        target: Callable[..., Any] = node.target  # type: ignore[assignment]
+        if again and op.random:
+            args = (device, self.value(("random_state", index)), *args)
+            target = replaying(target)
+        elif again and ops.is_training_batch_norm(target, node.args):
+            target = ops.batch_norm_again
+        made = self.graph.call_function(target, args, kwargs)
+        made.meta = {key: value for key, value in node.meta.items() if key != "from_node"}
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            self._bind(op.outputs[0], made)
+            return
+        positions = [i for i, value in enumerate(node.meta["val"]) if isinstance(value, torch.Tensor)]
+        for position, tensor in zip(positions, op.outputs, strict=True):
+            original = self.captured.tensors[tensor]
+            if original is None or tensor in self.values:
+                continue
+            if target is ops.batch_norm_again and position > 2:
+                continue  # the running statistics were updated once, by the first evaluation
+            item = self.graph.call_function(operator.getitem, (made, position))
+            item.meta = dict(original.meta)
+            self._bind(tensor, item)
+
+    def _bind(self, tensor: int, made: Node) -> None:
+        self.values.setdefault(tensor, made)
+
+    def _device(self, node: Node) -> torch.device:
+        value = node.meta["val"]
+        first = value if isinstance(value, torch.Tensor) else next(v for v in value if isinstance(v, torch.Tensor))
+        return torch.device(first.device)
+
+    def finish(self, outputs: tuple[Any, ...]) -> torch.fx.GraphModule:
+        self.graph.output(outputs)
+        self.graph.lint()
+        return torch.fx.GraphModule(self.captured.module, self.graph)

@@ -1,0 +1,294 @@
+"""Peak memory as the allocator saw it: the check on every number that a plan predicts.
+
+On CUDA the caching allocator keeps the peak itself. On CPU there is no such counter; torch's profiler records every
+allocation, and every release of what was allocated while it ran; releases of what existed before are noted beside it; and
+the running sum of all these has the peak. Both count bytes *relative to the start of the call*: what was held before counts
+as zero, and releasing some of it makes room that later allocations fill without raising the peak.
+
+What lies outside torch's allocators (Python objects, a library's own scratch space) is not seen; on CPU neither are a
+storage that existed before and is resized in place, and threads other than the calling one and autograd's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd import profiler as autograd_profiler
+
+from lightning_remat._profiler import profiler_in_use, profiler_running, quiet_profiler
+from lightning_remat.errors import RematError
+
+PROFILER_RUNS = (
+    "another torch profiler is running, and two cannot run at once: the allocator's peak on CPU was not measured. "
+    "Measure a step that is not profiled."
+)
+
+
+@dataclasses.dataclass
+class PeakMemory:
+    """What `track_peak` found; filled in when its block ends.
+
+    Attributes:
+        device: where it was measured.
+        peak_bytes: the most that the allocator held at any moment of the block, beyond what it held when the block began
+            (never negative); ``None`` until the block ends, and where it could not be measured.
+        reason: why it could not be measured ("" where it could).
+    """
+
+    device: torch.device
+    peak_bytes: int | None = None
+    reason: str = ""
+
+
+def peak_memory(fn: Callable[[], object], device: torch.device | str | None = None) -> int:
+    """Call ``fn`` and return the most memory its device's allocator held meanwhile, beyond what it held before.
+
+    Unreachable Python objects are collected first: tensors that die while ``fn`` runs would otherwise count as room
+    that ``fn`` made.
+
+    Args:
+        fn: takes no arguments; what it returns is dropped.
+        device: ``"cpu"`` or a CUDA device; by default the current CUDA device where there is one, else the CPU. On CUDA
+            the allocator's own peak statistics are reset.
+
+    Returns:
+        Bytes, at least 0.
+
+    Raises:
+        RematError: when the device is of another kind, or when the CPU is measured while another torch profiler runs.
+
+    Example:
+        >>> import torch
+        >>> peak_memory(lambda: torch.empty(1024, dtype=torch.uint8) + 1, device="cpu") >= 2048
+        True
+    """
+    gc.collect()
+    with track_peak(device) as peak:
+        if peak.reason:
+            raise RematError(peak.reason)
+        fn()
+    if peak.peak_bytes is None:
+        raise RematError(peak.reason)
+    return peak.peak_bytes
+
+
+@contextmanager
+def track_peak(device: torch.device | str | None = None) -> Iterator[PeakMemory]:
+    """Measure the peak of a ``with`` block; see `peak_memory` for what is counted.
+
+    On CPU this needs torch's profiler, of which only one can run. Where another one runs, or is set up to start with a
+    later step, the block runs unmeasured: ``peak_bytes`` stays ``None`` and ``reason`` says why.
+
+    Args:
+        device: as for `peak_memory`.
+
+    Yields:
+        A `PeakMemory`, whose ``peak_bytes`` is set when the block ends, by an exception too.
+
+    Raises:
+        RematError: for a device that is neither CPU nor CUDA.
+    """
+    where = _device(device)
+    peak = PeakMemory(where)
+    with _track_cuda(peak) if where.type == "cuda" else _track_cpu(peak):
+        yield peak
+
+
+def held_bytes(*objects: object, gradients: bool = False, device: torch.device | str | None = None) -> int:
+    """Bytes of the distinct storages on which the tensors in ``objects`` lie.
+
+    A storage counts once and whole, however many tensors lie on it and however little of it they show. Tensors that hold
+    no memory (meta, fake, lazy) count nothing.
+
+    Args:
+        *objects: tensors; modules (their parameters and buffers); optimizers (their state, not the parameters they
+            update); mappings (their values), sequences, sets, iterators and dataclass instances of such, nested at will.
+            Anything else holds nothing. Iterators are consumed.
+        gradients: count the ``.grad`` of each tensor too.
+        device: count only what lies on this device (``"cuda"``: on any CUDA device).
+
+    Returns:
+        Bytes.
+    """
+    only = torch.device(device) if device is not None else None
+    found: dict[tuple[torch.device, int], int] = {}
+    for tensor in _tensors(objects, set()):
+        grad = tensor.grad if gradients and tensor.is_leaf else None
+        for one in (tensor, grad):
+            for storage in _storages(one) if one is not None else ():
+                place = storage.device
+                if only is None or (place.type == only.type and only.index in (None, place.index)):
+                    key = place, storage.data_ptr()
+                    found[key] = max(found.get(key, 0), storage.nbytes())
+    return sum(found.values())
+
+
+# -- CUDA -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _track_cuda(peak: PeakMemory) -> Iterator[None]:
+    torch.cuda.synchronize(peak.device)
+    torch.cuda.reset_peak_memory_stats(peak.device)
+    start = torch.cuda.memory_allocated(peak.device)
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize(peak.device)
+        peak.peak_bytes = torch.cuda.max_memory_allocated(peak.device) - start
+
+
+# -- CPU --------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _track_cpu(peak: PeakMemory) -> Iterator[None]:
+    if profiler_in_use():
+        peak.reason = PROFILER_RUNS
+        yield
+        return
+    changes: list[_Change] = []
+    watches = _watch_releases(changes)
+    recorder: Any = autograd_profiler.profile(use_cpu=True, profile_memory=True)
+    with quiet_profiler():
+        recorder.__enter__()
+    try:
+        yield
+    finally:
+        if profiler_running():
+            recorder.__exit__(None, None, None)
+            del watches
+            changes += _recorded(recorder.kineto_results.experimental_event_tree())
+            peak.peak_bytes = _largest_running_sum(changes)
+        else:  # the block started a profiler of its own, which ended this one
+            peak.reason = PROFILER_RUNS
+
+
+_Change = tuple[int, int]
+"""Nanoseconds on the system's clock, and bytes allocated (or, negative, released) at that moment."""
+
+
+def _largest_running_sum(changes: Iterable[_Change]) -> int:
+    held = peak = 0
+    for _, nbytes in sorted(changes, key=lambda change: change[0]):
+        held += nbytes
+        peak = max(peak, held)
+    return peak
+
+
+def _recorded(events: Iterable[Any]) -> Iterator[_Change]:
+    """Allocations of the profiled block, and the releases of what it allocated, from the profiler's event tree.
+
+    Releases of anything else are left out: the profiler does not see most of them, and takes the sizes of some from
+    whatever lay at that address when it last ran.
+    """
+    waiting, found = list(events), []
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
+            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+    found.sort(key=lambda change: change[0])
+    live: dict[int, int] = {}
+    for moment, address, nbytes in found:
+        if nbytes >= 0:
+            live[address] = nbytes
+            yield moment, nbytes
+        elif address in live:
+            yield moment, -live.pop(address)
+
+
+def _watch_releases(changes: list[_Change]) -> list[weakref.ref[torch.UntypedStorage]]:
+    """Note into ``changes`` when a CPU storage that exists now is released, as long as the result is kept.
+
+    The old gradients are such: they are dropped in the middle of a step. A storage's Python object lives as long as the
+    storage does, whoever holds it. The profiler's clock and `time.time_ns` are the same.
+    """
+
+    def note(nbytes: int, _: object) -> None:
+        changes.append((time.time_ns(), nbytes))
+
+    storages: dict[int, torch.UntypedStorage] = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor):
+            for tensor in (thing, thing.grad if thing.is_leaf else None):
+                for storage in _storages(tensor) if tensor is not None else ():
+                    if storage.device.type == "cpu" and not storage.is_shared():
+                        storages[id(storage)] = storage
+    return [weakref.ref(storage, partial(note, -storage.nbytes())) for storage in storages.values()]
+
+
+# -- what holds memory ------------------------------------------------------------------------------------------------
+
+
+def _tensors(thing: object, seen: set[int]) -> Iterator[torch.Tensor]:
+    """All tensors in ``thing``; containers on the way are entered once."""
+    if isinstance(thing, torch.Tensor):
+        yield thing
+        return
+    parts = _parts(thing)
+    if parts is None or id(thing) in seen:
+        return
+    seen.add(id(thing))
+    for part in parts:
+        yield from _tensors(part, seen)
+
+
+def _parts(thing: object) -> Iterable[object] | None:
+    if isinstance(thing, torch.nn.Module):
+        return [*thing.parameters(), *thing.buffers()]
+    if isinstance(thing, torch.optim.Optimizer):
+        return list(thing.state.values())
+    if isinstance(thing, Mapping):
+        return list(thing.values())
+    if isinstance(thing, list | tuple | set | frozenset):
+        return list(thing)
+    if isinstance(thing, Iterator):
+        return list(thing)
+    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        return [getattr(thing, field.name, None) for field in dataclasses.fields(thing)]
+    return None
+
+
+def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """The storages of a tensor: several for sparse tensors and for wrappers such as a distributed tensor."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return
+    if hasattr(tensor, "__tensor_flatten__"):
+        names: list[str] = tensor.__tensor_flatten__()[0]
+        parts: list[Any] = [getattr(tensor, name) for name in names]
+    elif tensor.layout is torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    else:
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:  # an opaque layout (mkldnn): its memory cannot be told from outside
+            return
+        if storage.device.type != "meta":
+            yield storage
+        return
+    for part in parts:
+        yield from _storages(part)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    where = torch.device(device)
+    if where.type not in ("cpu", "cuda"):
+        raise RematError(f"memory of a {where.type!r} device cannot be measured: give 'cpu' or a CUDA device")
+    if where.type == "cuda" and where.index is None:
+        where = torch.device("cuda", torch.cuda.current_device())
+    return where

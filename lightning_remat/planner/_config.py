@@ -1,0 +1,74 @@
+"""Every option in one place, checked when it is set."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_remat.budget import parse_budget
+from lightning_remat.cost import cost_model
+from lightning_remat.errors import ConfigError
+from lightning_remat.solvers import available, options_of
+
+
+@dataclasses.dataclass(frozen=True)
+class RematConfig:
+    """Options of planning.
+
+    Attributes:
+        budget: ``"auto"``, ``"min"``, bytes, a size such as ``"8GiB"``, or a share in (0, 1] (see `parse_budget`).
+        solver: one of `lightning_remat.solvers.available()`.
+        time_limit: seconds that the solver may take for one plan.
+        solver_options: the solver's own options (`lightning_remat.solvers.options_of`).
+        cost_model: ``"profile"`` (measure on the device), ``"roofline"``, ``"roofline:<device>"``, ``"flops"`` or ``"unit"``.
+        margin: share of the device that ``budget="auto"`` leaves unused.
+
+    Raises:
+        ConfigError, BudgetError: on construction, saying what was given and what is accepted.
+    """
+
+    budget: Any = "auto"
+    solver: str = "auto"
+    time_limit: float = 30.0
+    solver_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    cost_model: str = "profile"
+    margin: float = 0.05
+
+    def __post_init__(self) -> None:
+        parse_budget(self.budget)
+        if self.solver not in available():
+            raise ConfigError(f"solver={self.solver!r}: choose one of {', '.join(available())}")
+        unknown = sorted(set(self.solver_options) - set(options_of(self.solver)))
+        if unknown:
+            accepted = ", ".join(options_of(self.solver)) or "none"
+            raise ConfigError(f"solver {self.solver!r} has no option {unknown[0]!r}; it takes: {accepted}")
+        if isinstance(self.time_limit, bool) or not self.time_limit > 0:
+            raise ConfigError(f"time_limit={self.time_limit!r}: give a positive number of seconds")
+        if isinstance(self.margin, bool) or not 0 <= self.margin < 1:
+            raise ConfigError(f"margin={self.margin!r}: give the share of the device to leave unused, in [0, 1)")
+        cost_model(self.cost_model)
+
+    @classmethod
+    def from_mapping(cls, options: Mapping[str, Any]) -> RematConfig:
+        """Options from a mapping or an OmegaConf node.
+
+        Raises:
+            ConfigError: for an unknown or malformed option, naming the accepted ones.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        plain = OmegaConf.to_container(options, resolve=True) if OmegaConf.is_config(options) else dict(options)
+        if not isinstance(plain, dict):
+            raise ConfigError(f"options must be a mapping, not {type(plain).__name__}")
+        unknown = sorted(set(map(str, plain)) - set(names))
+        if unknown:
+            raise ConfigError(f"unknown option {unknown[0]!r}; the options are {', '.join(names)}")
+        try:
+            merged = OmegaConf.merge(OmegaConf.structured(cls), plain)
+            fields: dict[str, Any] = OmegaConf.to_container(merged, resolve=True)  # type: ignore[assignment]
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"an option cannot be read: {error}") from error
+        return cls(**fields)

@@ -1,0 +1,113 @@
+"""Budget and graph to plan."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from lightning_remat.budget import Budget, BudgetKind, device_bytes, device_total_bytes, parse_budget
+from lightning_remat.errors import InfeasibleBudgetError
+from lightning_remat.graph import ComputationGraph
+from lightning_remat.planner._config import RematConfig
+from lightning_remat.planner._plan import Plan
+from lightning_remat.schedule import simulate
+from lightning_remat.solvers import Problem, Solution, find_smallest, solve
+
+Progress = Callable[[str], None]
+
+
+def make_plan(
+    graph: ComputationGraph,
+    config: RematConfig,
+    *,
+    held_bytes: int = 0,
+    cost_seconds: float = 0.0,
+    progress: Progress | None = None,
+) -> Plan:
+    """Choose a schedule for ``graph`` within ``config.budget``.
+
+    Args:
+        graph: with costs, and with what lies outside of it (``resident_bytes``).
+        config: budget, solver and time limit.
+        held_bytes: what the process holds on the device already; only ``budget="auto"`` on the CPU needs it.
+        cost_seconds: time spent on measuring, for the plan's record.
+        progress: told in words what is being done.
+
+    Raises:
+        InfeasibleBudgetError: when no schedule was found; it names the smallest budget for which one was.
+        BudgetError: for a size over what the device has.
+    """
+    started = time.monotonic()
+    say = progress or (lambda _text: None)
+    problem = Problem(graph)
+    baseline = problem.evaluate(problem.captured)
+    device = torch.device(graph.device or "cpu")
+    budget = parse_budget(config.budget)
+    found_smallest: list[Solution] = []
+
+    def smallest() -> Solution:
+        if not found_smallest:
+            say("looking for the smallest peak")
+            found_smallest.append(find_smallest(graph, config.time_limit))
+        return found_smallest[0]
+
+    budget_bytes = _resolve(
+        budget, graph, baseline.peak_bytes, lambda: smallest().peak_bytes, device, config, held_bytes
+    )
+    if baseline.peak_bytes <= budget_bytes:
+        solution = solve(graph, budget_bytes, "no_remat")
+    elif budget.kind is BudgetKind.MIN:
+        say("solving")
+        solution = _cheaper(
+            smallest(), solve(graph, budget_bytes, config.solver, config.time_limit, **config.solver_options)
+        )
+    else:
+        say("solving")
+        solution = solve(graph, budget_bytes, config.solver, config.time_limit, **config.solver_options)
+        if solution.schedule is None and smallest().peak_bytes <= budget_bytes:
+            solution = smallest()
+    if solution.schedule is None:
+        least = smallest()
+        assert least.schedule is not None
+        where = simulate(graph, least.schedule)
+        raise InfeasibleBudgetError(budget_bytes, least.peak_bytes, where.peak_op, where.peak_module)
+    return Plan(
+        graph=graph,
+        schedule=solution.schedule,
+        budget_bytes=budget_bytes,
+        predicted_peak_bytes=solution.peak_bytes,
+        baseline_peak_bytes=baseline.peak_bytes,
+        predicted_seconds=solution.seconds,
+        baseline_seconds=baseline.seconds,
+        solver=solution.method,
+        status=solution.status,
+        lower_bound_seconds=solution.lower_bound_seconds,
+        bound_scope=solution.bound_scope,
+        solve_seconds=time.monotonic() - started,
+        cost_seconds=cost_seconds,
+        notes=solution.notes,
+    )
+
+
+def _resolve(
+    budget: Budget,
+    graph: ComputationGraph,
+    baseline_bytes: int,
+    smallest: Callable[[], int],
+    device: torch.device,
+    config: RematConfig,
+    held_bytes: int,
+) -> int:
+    return budget.resolve(
+        graph.floor_bytes,
+        baseline_bytes,
+        smallest,
+        lambda: device_bytes(device, config.margin, held_bytes),
+        lambda: device_total_bytes(device),
+    )
+
+
+def _cheaper(one: Solution, other: Solution) -> Solution:
+    return other if other.schedule is not None and other.seconds < one.seconds else one

@@ -1,0 +1,143 @@
+"""A plan: a graph, the schedule chosen for it, and what is known about both."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from lightning_remat.errors import GraphError
+from lightning_remat.graph import ComputationGraph
+from lightning_remat.report import format_bytes, format_seconds
+from lightning_remat.schedule import Schedule, Timeline, simulate
+from lightning_remat.solvers import Problem, Status
+
+FORMAT = "lightning_remat.plan"
+FORMAT_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What was decided for one captured graph at one set of shapes.
+
+    Attributes:
+        graph: the captured graph, with costs.
+        schedule: the verified schedule.
+        budget_bytes: the most that may be held at any moment, everything counted.
+        predicted_peak_bytes, predicted_seconds: of the schedule.
+        baseline_peak_bytes, baseline_seconds: of the captured step without rematerialization.
+        solver: which method made the schedule.
+        status: how the solve ended.
+        lower_bound_seconds, bound_scope: no schedule in that scope that fits the budget is faster.
+        solve_seconds, cost_seconds: wall time of solving, and of measuring the ops.
+        notes: what happened on the way.
+    """
+
+    graph: ComputationGraph
+    schedule: Schedule
+    budget_bytes: int
+    predicted_peak_bytes: int
+    baseline_peak_bytes: int
+    predicted_seconds: float
+    baseline_seconds: float
+    solver: str
+    status: Status
+    lower_bound_seconds: float
+    bound_scope: str
+    solve_seconds: float
+    cost_seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def overhead(self) -> float:
+        """Extra time as a share of the step without rematerialization: ``predicted / baseline - 1``."""
+        return self.predicted_seconds / self.baseline_seconds - 1.0 if self.baseline_seconds > 0 else 0.0
+
+    @property
+    def gap(self) -> float:
+        """How far the schedule can be from the bound: ``predicted / bound - 1``."""
+        if self.lower_bound_seconds <= 0:
+            return 0.0 if self.predicted_seconds <= 0 else float("inf")
+        return max(0.0, self.predicted_seconds / self.lower_bound_seconds - 1.0)
+
+    @property
+    def rematerializes(self) -> bool:
+        """Whether any op is evaluated more than once."""
+        return any(count > 1 for op, count in self.schedule.evaluations.items() if not self.graph.is_view[op])
+
+    @property
+    def saving(self) -> float:
+        """Share of the baseline peak that is saved."""
+        return 1.0 - self.predicted_peak_bytes / self.baseline_peak_bytes if self.baseline_peak_bytes else 0.0
+
+    def timeline(self) -> Timeline:
+        """The memory timeline of the schedule."""
+        return simulate(self.graph, self.schedule)
+
+    def baseline_schedule(self) -> Schedule:
+        """Every op once, in the captured order."""
+        problem = Problem(self.graph)
+        return problem.expand(problem.captured)
+
+    def baseline_timeline(self) -> Timeline:
+        """The memory timeline of the step without rematerialization."""
+        return simulate(self.graph, self.baseline_schedule())
+
+    def summary(self) -> str:
+        """One line for a person."""
+        return (
+            f"{len(self.graph.ops):,} ops on {self.graph.device or 'an unknown device'}: baseline peak "
+            f"{format_bytes(self.baseline_peak_bytes)}, budget {format_bytes(self.budget_bytes)}, predicted peak "
+            f"{format_bytes(self.predicted_peak_bytes)} ({-self.saving:+.0%}), predicted overhead {self.overhead:+.1%}; "
+            f"solver {self.solver} ({self.status.value}, gap {self.gap:.1%} to {self.bound_scope}), planned in "
+            f"{format_seconds(self.cost_seconds + self.solve_seconds)}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        data: dict[str, Any] = {"format": FORMAT, "version": FORMAT_VERSION}
+        for field in dataclasses.fields(self):
+            data[field.name] = getattr(self, field.name)
+        data.update(
+            graph=self.graph.to_dict(),
+            schedule=self.schedule.to_dict(),
+            status=self.status.value,
+            notes=list(self.notes),
+            overhead=self.overhead,
+            gap=self.gap if self.gap != float("inf") else None,
+        )
+        return data
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), separators=(",", ":")), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan that `save` wrote.
+
+        Raises:
+            GraphError: when the file is no plan, or one of another format version.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise GraphError(f"{path} is not a JSON file: {error}") from error
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise GraphError(f'{path} is not a plan: expected a JSON object with "format": "{FORMAT}"')
+        if data.get("version") != FORMAT_VERSION:
+            raise GraphError(
+                f"plan format version {data.get('version')!r} cannot be read: this release reads {FORMAT_VERSION}"
+            )
+        try:
+            values = {field.name: data[field.name] for field in dataclasses.fields(cls)}
+            values.update(
+                graph=ComputationGraph.from_dict(data["graph"]),
+                schedule=Schedule.from_dict(data["schedule"]),
+                status=Status(data["status"]),
+                notes=tuple(data["notes"]),
+            )
+            return cls(**values)
+        except (KeyError, TypeError, ValueError) as error:
+            raise GraphError(f"{path} is a plan with a missing or malformed field: {error!r}") from error

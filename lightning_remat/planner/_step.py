@@ -1,0 +1,277 @@
+"""A function that runs as scheduled: captured on its first call, planned, lowered, and run from then on.
+
+Dynamo captures the function and guards on its inputs; every graph that it finds is handed over as a joint
+forward-backward graph, costed, planned and lowered here. A new shape gives a new graph and so a new plan; an old one costs
+nothing to come back to. What cannot be captured runs as before, and the reason is said once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from lightning_remat.capture import CapturedGraph, from_joint
+from lightning_remat.capture import _torch as internals
+from lightning_remat.cost import CostCache, cost_model
+from lightning_remat.errors import InfeasibleBudgetError, RematError
+from lightning_remat.lowering import lower
+from lightning_remat.planner._config import RematConfig
+from lightning_remat.planner._make import Progress, make_plan
+from lightning_remat.planner._outside import least_needs, with_outside
+from lightning_remat.planner._plan import Plan
+from lightning_remat.planner._surroundings import Surroundings
+
+log = logging.getLogger(__name__)
+
+
+Shapes = tuple[tuple[tuple[int, ...], torch.dtype, torch.device, bool], ...]
+"""Shape, dtype, device and ``requires_grad`` of every tensor that a call is given."""
+
+EAGER_EXTRA = 1.25
+"""Eager may hold more than the captured step without rematerialization (float dropout masks, say): at most this much."""
+
+MOST_CAPTURES = 4
+"""Captures for the same shapes before the step is taken to depend on something that always changes."""
+
+
+class RematWarning(UserWarning):
+    """Something runs without rematerialization, or otherwise not as asked; the text says why and what to do."""
+
+
+def _shapes(inputs: Any) -> Shapes:
+    leaves = internals.tensor_leaves(inputs)
+    return tuple((tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad) for leaf in leaves)
+
+
+class _Stop(BaseException):
+    """Carries one of our errors through Dynamo, which would otherwise swallow it and run the frame as before."""
+
+    def __init__(self, error: RematError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class ScheduledStep:
+    """``function``, run as scheduled wherever gradients are enabled.
+
+    Args:
+        function: takes and returns anything; tensors among its inputs and outputs may be nested.
+        config: how to plan.
+        surroundings: asked when a captured graph is planned: what the device holds beside it.
+        name: of what is captured, for people.
+        on_plan: called with every new plan.
+        progress: told in words what is being done.
+        dynamic_sources: inputs that may change without a new capture, in Dynamo's words (``"L['batch_idx']"``).
+        leave_alone: run the function itself for shapes at which the plain step fits with room to spare.
+
+    Attributes:
+        plans: one a captured graph and shape, in the order of capture.
+        failures: why something could not be captured, each reason once.
+        runs: how often each plan's forward has run.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        config: RematConfig,
+        *,
+        surroundings: Callable[[], Surroundings] | None = None,
+        name: str = "",
+        on_plan: Callable[[Plan], None] | None = None,
+        progress: Progress | None = None,
+        dynamic_sources: str = "",
+        leave_alone: bool = False,
+    ) -> None:
+        self.function = function
+        self.config = config
+        self.name = name
+        self.plans: list[Plan] = []
+        self.failures: list[str] = []
+        self.runs: list[int] = []
+        self.last_plan: Plan | None = None
+        self._surroundings = surroundings or Surroundings
+        self._on_plan = on_plan
+        self._progress = progress or (lambda _text: None)
+        self._dynamic_sources = dynamic_sources
+        self.leave_alone = leave_alone
+        self._gave_up = False
+        self._shapes: Shapes = ()
+        self._fits_anyway: set[Shapes] = set()
+        self._captures: dict[Shapes, int] = {}
+        self._cost_cache = CostCache()
+        self._call: list[int] = []  # plans that the present call has run so far
+        self._over_budget = False
+        self._needs: dict[Shapes, list[int]] = {}  # by shapes, for each graph of a call: what later ones need
+        self._compiled: dict[Shapes, Callable[..., Any]] = {(): internals.compile_frame(function, self._backend)}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or self._gave_up:
+            return self.function(*args, **kwargs)
+        shapes = self._shapes = _shapes((args, kwargs))
+        self._call.clear()
+        if shapes in self._fits_anyway:
+            return self.function(*args, **kwargs)
+        planned = len(self.plans)
+        known_failures = internals.capture_failures() if not planned else None
+        try:
+            with internals.running(self._dynamic_sources):
+                result = self._compiled.get(shapes, self._compiled[()])(*args, **kwargs)
+        except _Stop as stop:
+            raise stop.error from stop.error.__cause__
+        if not self.plans and not self.failures:
+            reasons = list(internals.capture_failures() - known_failures) if known_failures is not None else []
+            found = f" ({reasons[0].splitlines()[0]})" if reasons else "; TORCH_LOGS=graph_breaks says more"
+            self._failed(f"no operation with gradients could be captured in it{found}", None)
+        if len(self.plans) > planned:
+            self._captured(shapes, self.plans[planned:])
+        return result
+
+    def _captured(self, shapes: Shapes, plans: Sequence[Plan]) -> None:
+        """After a call that captured something: does the plain step fit anyway, or does every call capture again?"""
+        if self._over_budget:
+            self._over_budget = False
+            self._plan_together(shapes)
+            return
+        if self.leave_alone and all(p.baseline_peak_bytes * EAGER_EXTRA <= p.budget_bytes for p in plans):
+            self._fits_anyway.add(shapes)
+            log.info("%s fits as it is: nothing is swapped in for these shapes", self.name or "the step")
+        self._captures[shapes] = self._captures.get(shapes, 0) + 1
+        if self._captures[shapes] > MOST_CAPTURES:
+            self._gave_up = True
+            self._failed(
+                f"it was captured {self._captures[shapes]} times for the same shapes, because it depends on a value that "
+                "changes from call to call (such as global_step); pass such a value as a tensor, or read it outside",
+                None,
+            )
+
+    def _plan_together(self, shapes: Shapes) -> None:
+        """The first graphs of a call left too little for the later ones: capture it again, now that all are known."""
+        if shapes in self._needs:  # tried already
+            self._failed("its graphs do not fit into the budget together; the step runs over it", None)
+            return
+        self._needs[shapes] = least_needs([self.plans[i] for i in self._call], self.config.time_limit)
+        log.info("%s is captured as %d graphs, and planned again together", self.name or "the step", len(self._call))
+        self._compiled[shapes] = internals.compile_frame(self.function, lambda *given: self._backend(*given))
+
+    # -- capture ------------------------------------------------------------------------------------------------------
+
+    def _backend(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        parameters = [isinstance(value, torch.nn.Parameter) for value in inputs]
+        planned: list[int] = []
+
+        def partition(
+            joint: torch.fx.GraphModule,
+            _joint_inputs: Any,
+            *,
+            num_fwd_outputs: int,
+            static_lifetime_input_indices: Sequence[int] | None = None,
+            **_: Any,
+        ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+            captured = from_joint(
+                joint,
+                num_fwd_outputs,
+                static_inputs=static_lifetime_input_indices or (),
+                parameters=parameters,
+                name=self.name,
+            )
+            try:
+                with internals.real_tensors(), internals.threads_kept():
+                    captured, plan = self._plan(captured)
+            except RematError as error:
+                raise _Stop(error) from error
+            planned.append(len(self.plans))
+            self.plans.append(plan)
+            self.runs.append(0)
+            return lower(captured, plan.schedule)
+
+        self._progress("capturing")
+        try:
+            compiled = internals.aot_backend(module, inputs, partition)
+        except Exception as error:  # noqa: BLE001 - whatever torch raises: the graph runs as before, and the reason is said
+            self._failed(f"{type(error).__name__}: {error}", error)
+            return module.forward
+        if not planned:  # nothing in it needs a gradient
+            return compiled
+        index = planned[0]
+        if self._on_plan is not None:
+            with internals.real_tensors():
+                self._on_plan(self.plans[index])
+
+        def run(*args: Any) -> Any:
+            self.runs[index] += 1
+            self._call.append(index)
+            peaks = [self.plans[i].predicted_peak_bytes for i in self._call]
+            self.last_plan = self.plans[self._call[peaks.index(max(peaks))]]
+            outputs = compiled(*args)
+            internals.on_double_backward(outputs, self._double_backward)
+            return outputs
+
+        return run
+
+    def _double_backward(self) -> None:
+        """A backward that will be differentiated itself has begun; torch is about to refuse the second one."""
+        self._gave_up = True
+        self._failed(
+            "its gradients are differentiated again (create_graph=True), which captured code cannot do: this backward fails, "
+            "and later calls run as before; compute such a penalty inside of what is captured, where it is planned too",
+            None,
+        )
+
+    def _plan(self, captured: CapturedGraph) -> tuple[CapturedGraph, Plan]:
+        started = time.monotonic()
+        device = captured.device
+        self._progress("measuring every operation")
+        model = cost_model(
+            self.config.cost_model,
+            cache=self._cost_cache,
+            progress=lambda done, total: self._progress(f"measuring operation {done} of {total}"),
+        )
+        costs = model(captured.calls, device)
+        cost_seconds = time.monotonic() - started
+        around = self._surroundings()
+        earlier = [self.plans[i] for i in self._call]
+        graph = captured.graph.with_costs([c.seconds for c in costs], [c.workspace_bytes for c in costs])
+        captured = dataclasses.replace(captured, graph=graph)
+        graph = around.put_around(captured, earlier).replace(device=str(device))
+        captured = dataclasses.replace(captured, graph=graph)
+        needs = self._needs.get(self._shapes, [])
+        if len(earlier) < len(needs) and needs[len(earlier)]:
+            captured = with_outside(captured, needs[len(earlier)])
+            graph = captured.graph
+        record: dict[str, Any] = {
+            "held_bytes": around.held_bytes + captured.batch_bytes,
+            "cost_seconds": cost_seconds,
+            "progress": self._progress,
+        }
+        for known in self.plans:  # captured again for another reason than its shapes
+            if known.graph == graph:
+                return captured, known
+        try:
+            plan = make_plan(graph, self.config, **record)
+        except InfeasibleBudgetError:
+            if not earlier:
+                raise
+            self._over_budget = True  # what ran before cannot be taken back: this once, as small as can be
+            plan = make_plan(graph, dataclasses.replace(self.config, budget="min"), **record)
+        log.info("%s: %s", self.name or "captured graph", plan.summary())
+        return captured, plan
+
+    def _failed(self, reason: str, error: Exception | None) -> None:
+        reason = reason.strip().splitlines()[0] if reason.strip() else type(error).__name__
+        if reason in self.failures:
+            return
+        self.failures.append(reason)
+        log.debug("capture of %s failed", self.name, exc_info=error)
+        warnings.warn(
+            f"{self.name or 'the step'} (or a part of it) could not be captured and runs as before, without "
+            f"rematerialization: {reason}",
+            RematWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,100 @@
+"""Plans side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from typing import Protocol
+
+from rich.table import Table
+
+from lightning_remat.report._units import format_bytes, format_seconds
+
+
+class PlanLike(Protocol):
+    """What the table reads of a plan: a `Plan` has it, and so has anything else with these attributes."""
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes asked for."""
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """Peak of the schedule, in bytes."""
+
+    @property
+    def baseline_peak_bytes(self) -> int:
+        """Peak without rematerialization, in bytes."""
+
+    @property
+    def predicted_seconds(self) -> float:
+        """Time of a step under the schedule."""
+
+    @property
+    def overhead(self) -> float:
+        """Extra time over the step without rematerialization, as a share of it."""
+
+    @property
+    def solver(self) -> str:
+        """The method that found the schedule."""
+
+    @property
+    def status(self) -> object:
+        """How the solve ended: text, or an enum of text."""
+
+    @property
+    def gap(self) -> float:
+        """How far the schedule can be from the lower bound, as a share of it."""
+
+    @property
+    def solve_seconds(self) -> float:
+        """Time that planning took."""
+
+
+def plan_table(rows: Mapping[str, PlanLike] | Iterable[PlanLike], title: str | None = None) -> Table:
+    """A table that compares plans, one a row.
+
+    Args:
+        rows: plans; given as a mapping, its keys (networks, budgets, methods) become the first column.
+        title: written above the table.
+
+    Returns:
+        A table for `rich.console.Console.print`. Times and sizes are in units that fit them; the share after a peak is of
+        the peak without rematerialization.
+    """
+    labels: list[str] | None = None
+    if isinstance(rows, Mapping):
+        labels, rows = list(rows), list(rows.values())
+    table = Table(title=title)
+    if labels is not None:
+        table.add_column("")
+    for name in ("budget", "predicted peak", "step", "overhead"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("solver")
+    table.add_column("status")
+    for name in ("gap", "planned in"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for index, plan in enumerate(rows):
+        cells = [
+            format_bytes(plan.budget_bytes),
+            f"{format_bytes(plan.predicted_peak_bytes)} ({_share(plan.predicted_peak_bytes, plan.baseline_peak_bytes)})",
+            format_seconds(plan.predicted_seconds),
+            _percent(plan.overhead, signed=True),
+            plan.solver,
+            str(plan.status.value if isinstance(plan.status, Enum) else plan.status),
+            _percent(plan.gap),
+            format_seconds(plan.solve_seconds),
+        ]
+        table.add_row(*([labels[index]] if labels is not None else []), *cells)
+    return table
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f}%" if whole else "-"
+
+
+def _percent(share: float, *, signed: bool = False) -> str:
+    if not math.isfinite(share):
+        return "-"
+    return f"{100 * share:+.1f}%" if signed else f"{100 * share:.1f}%"

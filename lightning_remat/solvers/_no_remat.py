@@ -1,0 +1,16 @@
+"""No rematerialization: every op once, in the captured order (Checkmate's "checkpoint all", Table 1)."""
+
+from __future__ import annotations
+
+from lightning_remat.solvers._problem import Problem
+from lightning_remat.solvers._registry import Answer, register
+from lightning_remat.solvers._solution import Status
+
+
+@register("no_remat")
+def no_remat(problem: Problem, budget_bytes: int, *, deadline: float) -> Answer:
+    """Evaluate every op once and free every tensor after its last use."""
+    del deadline  # one pass
+    if problem.evaluate(problem.captured).peak_bytes > budget_bytes:
+        return Answer(None, Status.INFEASIBLE)
+    return Answer(problem.captured, Status.FEASIBLE)  # optimal where nothing is idle: the bound tells

@@ -1,0 +1,346 @@
+"""The problem as the solvers see it: views contracted away, storages instead of tensors, and schedules as plain sequences.
+
+A **node** is an op that allocates or computes something; views are evaluated again wherever they are used, at no cost.
+A **value** is a storage that some node writes (or a tangent that the caller hands in). A schedule is then just a sequence
+of nodes: with the sequence fixed, freeing every value after its last use before it is computed again is optimal
+(Kumar et al. 2019, section 2.1, ``prev`` and ``U_i``), so `Problem.evaluate` and `Problem.expand` derive the frees.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cached_property
+
+from lightning_remat.errors import GraphError
+from lightning_remat.graph import ComputationGraph, Phase, TensorRole
+from lightning_remat.schedule import Compute, Free, Schedule, Step
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeSequence:
+    """Nodes in the order in which they are evaluated, the first ``boundary`` of them in the forward."""
+
+    nodes: tuple[int, ...]
+    boundary: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Peak in bytes, time in seconds, and the position in the sequence where the peak occurs (-1: none)."""
+
+    peak_bytes: int
+    seconds: float
+    peak_position: int
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class PlainProblem:
+    """Nodes and values as plain data: all that a solver needs, with no graph behind it (a coarser problem has none).
+
+    Attributes:
+        reads: value indices that each node reads (whatever the caller holds is left out).
+        writes: value indices that each node allocates.
+        seconds, workspace: of each node.
+        is_backward: whether each node belongs to the backward.
+        recomputable: whether each node may be evaluated more than once.
+        random: whether each node draws random numbers.
+        nbytes: bytes of each value.
+        producer: node that writes each value; -1 for tangents.
+        tangents: values that the caller hands in when the backward begins.
+        consumers: nodes that read each value, in order.
+        boundary: number of forward nodes; in the captured order they come first.
+        forward_outputs: values the caller keeps from the boundary on.
+        forward_transient: values that must exist at the boundary only.
+        finals: values that must exist at the end (gradients).
+        base_bytes: held all through the step.
+        forward_extra_bytes: held until the boundary, beside.
+    """
+
+    reads: list[tuple[int, ...]]
+    writes: list[tuple[int, ...]]
+    seconds: list[float]
+    workspace: list[int]
+    is_backward: list[bool]
+    recomputable: list[bool]
+    random: list[bool]
+    nbytes: list[int]
+    producer: list[int]
+    tangents: list[int]
+    boundary: int
+    forward_outputs: tuple[int, ...]
+    forward_transient: tuple[int, ...]
+    finals: tuple[int, ...]
+    base_bytes: int
+    forward_extra_bytes: int
+
+    def __len__(self) -> int:
+        return len(self.reads)
+
+    @cached_property
+    def consumers(self) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in self.nbytes]
+        for node, values in enumerate(self.reads):
+            for v in values:
+                found[v].append(node)
+        return found
+
+    @cached_property
+    def predecessors(self) -> list[tuple[int, ...]]:
+        """Producing nodes of each node's reads."""
+        return [
+            tuple(dict.fromkeys(self.producer[v] for v in values if self.producer[v] >= 0)) for values in self.reads
+        ]
+
+    def name(self, node: int) -> str:
+        return f"node {node}"
+
+    def value_name(self, value: int) -> str:
+        return f"value {value}"
+
+    @cached_property
+    def captured(self) -> NodeSequence:
+        """Every node once, in the captured order: no rematerialization."""
+        return NodeSequence(tuple(range(len(self))), self.boundary)
+
+    # -- what a sequence costs ----------------------------------------------------------------------------------------
+
+    def last_uses(self, sequence: NodeSequence) -> list[list[int]]:
+        """Values given up after each position of ``sequence`` (one list a position, and one for the moment before all).
+
+        Entry ``i + 1`` belongs to position ``i``. Values that the caller holds or that must exist at the end are absent.
+
+        Raises:
+            GraphError: when a node reads a value that was never computed before it.
+        """
+        count = len(sequence.nodes)
+        frees: list[list[int]] = [[] for _ in range(count + 1)]
+        last = [-1] * len(self.nbytes)  # position of the last use of the present copy; -1: none was made
+        forever = count + 1
+        reads, writes = self.reads, self.writes
+        for position, node in enumerate(sequence.nodes):
+            if position == sequence.boundary:
+                self._cross(last, position, forever)
+            for v in reads[node]:
+                use = last[v]
+                if use < 0:
+                    raise GraphError(f"{self.name(node)} reads {self.value_name(v)} before it is computed")
+                if use != forever:
+                    last[v] = position
+            for v in writes[node]:
+                use = last[v]
+                if use == forever:  # the caller holds the copy that exists: the new one is surplus
+                    frees[position + 1].append(v)
+                    continue
+                if use >= 0:
+                    frees[use + 1].append(v)
+                last[v] = position
+        if sequence.boundary == count:
+            self._cross(last, count, forever)
+        for v in self.finals:
+            if last[v] < 0:
+                raise GraphError(f"{self.value_name(v)} must exist at the end and is never computed")
+            last[v] = forever
+        for v, use in enumerate(last):
+            if 0 <= use < count:
+                frees[use + 1].append(v)
+        return frees
+
+    def _cross(self, last: list[int], position: int, forever: int) -> None:
+        for v in self.forward_transient:
+            if last[v] < 0:
+                raise GraphError(f"{self.value_name(v)} must exist when the forward ends and is never computed")
+            last[v] = max(last[v], position - 1)
+        for v in self.forward_outputs:
+            if last[v] < 0:
+                raise GraphError(f"{self.value_name(v)} must exist when the forward ends and is never computed")
+            last[v] = forever
+        for v in self.tangents:
+            last[v] = max(position - 1, 0)  # a tangent that nobody reads is given up at once
+
+    def evaluate(self, sequence: NodeSequence) -> Evaluation:
+        """Peak and time of ``sequence`` with every value freed after its last use."""
+        memory = self.memory(sequence)
+        peak = max(memory, default=self.base_bytes + self.forward_extra_bytes)
+        seconds = self.seconds
+        return Evaluation(peak, sum([seconds[n] for n in sequence.nodes]), memory.index(peak) if memory else -1)
+
+    def memory(self, sequence: NodeSequence) -> list[int]:
+        """Bytes held while the node at each position runs."""
+        frees = self.last_uses(sequence)
+        nbytes, writes, workspace = self.nbytes, self.writes, self.workspace
+        held = self.base_bytes + self.forward_extra_bytes
+        profile: list[int] = []
+        for position, node in enumerate(sequence.nodes):
+            if position == sequence.boundary:
+                held += sum([nbytes[v] for v in self.tangents]) - self.forward_extra_bytes
+            for v in writes[node]:
+                held += nbytes[v]
+            profile.append(held + workspace[node])
+            for v in frees[position + 1]:
+                held -= nbytes[v]
+        return profile
+
+
+class Problem(PlainProblem):
+    """A computation graph with its views contracted.
+
+    Attributes:
+        graph: the graph.
+        ops: op index of each node; nodes keep the captured order.
+        storage: storage index of each value.
+    """
+
+    def __init__(self, graph: ComputationGraph) -> None:
+        self.graph = graph
+        held = graph.input_storages
+        value_of: dict[int, int] = {}  # storage -> value
+        self.nbytes: list[int] = []
+        self.producer: list[int] = []
+        self.storage: list[int] = []
+
+        def value(storage: int, producer: int) -> int:
+            value_of[storage] = len(self.nbytes)
+            self.nbytes.append(graph.storages[storage])
+            self.producer.append(producer)
+            self.storage.append(storage)
+            return value_of[storage]
+
+        self.tangents: list[int] = []
+        for t in graph.inputs:
+            tensor = graph.tensors[t]
+            if tensor.role is TensorRole.TANGENT and tensor.storage not in value_of:
+                self.tangents.append(value(tensor.storage, -1))
+        self.ops: list[int] = []
+        self.reads: list[tuple[int, ...]] = []
+        self.writes: list[tuple[int, ...]] = []
+        for index, op in enumerate(graph.ops):
+            if graph.is_view[index]:
+                continue
+            node = len(self.ops)
+            self.ops.append(index)
+            read = [graph.tensors[t].storage for t in op.inputs]
+            self.reads.append(tuple(dict.fromkeys(value_of[s] for s in read if s not in held)))
+            fresh = dict.fromkeys(graph.tensors[t].storage for t in op.outputs)
+            self.writes.append(tuple(value(s, node) for s in fresh if s not in value_of and s not in held))
+        self.seconds = [graph.ops[i].seconds for i in self.ops]
+        self.workspace = [graph.ops[i].workspace_bytes for i in self.ops]
+        self.random = [graph.ops[i].random for i in self.ops]
+        self.recomputable = [graph.ops[i].recomputable and not graph.ops[i].mutates for i in self.ops]
+        self.is_backward = [graph.ops[i].phase is Phase.BACKWARD for i in self.ops]
+        self.boundary = self.is_backward.count(False)
+        self.base_bytes = graph.input_bytes + graph.resident_bytes
+        self.forward_extra_bytes = graph.forward_resident_bytes
+        self._pin_mutated()
+
+        def values_of(tensors: Sequence[int]) -> tuple[int, ...]:
+            return tuple(
+                dict.fromkeys(
+                    value_of[graph.tensors[t].storage] for t in tensors if graph.tensors[t].storage not in held
+                )
+            )
+
+        self.forward_outputs = values_of(graph.forward_outputs)
+        self.forward_transient = values_of(graph.forward_transient)
+        self.finals = values_of(graph.backward_outputs)
+        for v in (*self.forward_outputs, *self.forward_transient):
+            if self.producer[v] >= self.boundary or self.producer[v] < 0:
+                raise GraphError(f"forward output {self.value_name(v)} is produced in the backward")
+
+    def _pin_mutated(self) -> None:
+        """Ops that touch a storage that is overwritten in place run once: the value before is gone afterwards."""
+        graph = self.graph
+        mutated = {graph.tensors[t].storage for op in graph.ops for t in op.mutates}
+        if mutated:
+            for node, index in enumerate(self.ops):
+                touched = {graph.tensors[t].storage for t in (*graph.ops[index].inputs, *graph.ops[index].outputs)}
+                if touched & mutated:
+                    self.recomputable[node] = False
+
+    def name(self, node: int) -> str:
+        return self.graph.ops[self.ops[node]].name
+
+    def module(self, node: int) -> str:
+        return self.graph.ops[self.ops[node]].module
+
+    def value_name(self, value: int) -> str:
+        return next(t.name for t in self.graph.tensors if t.storage == self.storage[value])
+
+    # -- back to ops and tensors --------------------------------------------------------------------------------------
+
+    @cached_property
+    def _base_tensors(self) -> list[list[int]]:
+        """Tensors that the producer of each value writes on it."""
+        value_at = {storage: v for v, storage in enumerate(self.storage)}
+        found: list[list[int]] = [[] for _ in self.nbytes]
+        for v in self.tangents:
+            found[v] = [t for t in self.graph.inputs if self.graph.tensors[t].storage == self.storage[v]]
+        for index in self.ops:
+            for t in self.graph.ops[index].outputs:
+                value = value_at.get(self.graph.tensors[t].storage)
+                if value is not None:
+                    found[value].append(t)
+        return found
+
+    def expand(self, sequence: NodeSequence) -> Schedule:
+        """The schedule over ops and tensors: views where they are used, frees as early as they can be."""
+        graph = self.graph
+        frees = self.last_uses(sequence)
+        steps: list[Step] = []
+        present: set[int] = {t for t in graph.inputs if graph.tensors[t].role is not TensorRole.TANGENT}
+        kept_by_caller = set(self.forward_outputs)
+        at_boundary = {*self.forward_transient, *self.tangents}
+
+        def show(t: int) -> list[int]:
+            """Evaluate the views that lead to ``t``; returns the tensors that became present."""
+            if t in present:
+                return []
+            op = graph.producer[t]
+            if op < 0 or not graph.is_view[op]:
+                raise GraphError(f"{graph.tensors[t].name} is needed and not present: the sequence is wrong")
+            made = [m for source in graph.ops[op].inputs for m in show(source)]
+            steps.append(Compute(op))
+            fresh = [o for o in graph.ops[op].outputs if o not in present]
+            present.update(fresh)
+            return made + fresh
+
+        def give_up(tensors: Sequence[int]) -> None:
+            for t in tensors:
+                if t in present:
+                    present.discard(t)
+                    steps.append(Free(t))
+
+        def give_up_values(values: Sequence[int]) -> None:
+            for v in values:
+                give_up(self._base_tensors[v])
+
+        def cross() -> int:
+            made = [m for t in (*graph.forward_outputs, *graph.forward_transient) for m in show(t)]
+            crossing = len(steps)
+            present.update(t for v in self.tangents for t in self._base_tensors[v])
+            give_up(made)
+            give_up_values([v for v in frees[sequence.boundary] if v in at_boundary])
+            return crossing
+
+        boundary = -1
+        for position, node in enumerate(sequence.nodes):
+            if position == sequence.boundary:
+                boundary = cross()
+            op = graph.ops[self.ops[node]]
+            made = [m for t in op.inputs for m in show(t)]
+            steps.append(Compute(self.ops[node]))
+            present.update(op.outputs)
+            give_up(made)
+            gone = frees[position + 1]
+            if position + 1 == sequence.boundary:  # needed at the boundary itself
+                gone = [v for v in gone if v not in at_boundary]
+            elif position >= sequence.boundary:  # a surplus copy of what the caller holds gives itself up
+                gone = [v for v in gone if v not in kept_by_caller]
+            give_up_values(gone)
+        if boundary < 0:
+            boundary = cross()
+        for t in graph.backward_outputs:
+            show(t)
+        ends = {*graph.backward_outputs, *graph.inputs}
+        give_up([t for t in sorted(present) if t not in ends])
+        return Schedule(tuple(steps), boundary)

@@ -1,0 +1,69 @@
+"""What a solver returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from lightning_remat.schedule import Schedule
+
+
+class Status(str, Enum):
+    """How a solve ended; ``sentence`` says it to a person."""
+
+    OPTIMAL = "optimal"
+    FEASIBLE = "feasible"
+    INFEASIBLE = "infeasible"
+    TIMEOUT = "timeout"
+
+    @property
+    def sentence(self) -> str:
+        return _SENTENCES[self]
+
+
+_SENTENCES = {
+    Status.OPTIMAL: "a schedule was found, and none that the bound speaks of is cheaper",
+    Status.FEASIBLE: "a schedule within the budget was found; a cheaper one may exist",
+    Status.INFEASIBLE: "no schedule that this method can express stays within the budget",
+    Status.TIMEOUT: "no schedule was found within the time limit; one may exist",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Solution:
+    """A schedule with what is known about it.
+
+    Attributes:
+        schedule: the schedule, verified; ``None`` if none was found.
+        status: how the solve ended.
+        seconds: time of one step under the schedule; ``inf`` without one.
+        peak_bytes: its peak; 0 without one.
+        lower_bound_seconds: no schedule in ``bound_scope`` that stays within the budget is faster.
+        bound_scope: the schedules that the bound holds for.
+        solve_seconds: wall time of the solve.
+        method: the solver's registered name (for ``auto``: which method won, such as ``"auto:greedy"``).
+        options: the options it ran with.
+        notes: what happened on the way, for people (methods tried, fallbacks and why).
+    """
+
+    schedule: Schedule | None
+    status: Status
+    seconds: float
+    peak_bytes: int
+    lower_bound_seconds: float
+    bound_scope: str
+    solve_seconds: float
+    method: str
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """How far the schedule can be from the bound: ``seconds / lower_bound_seconds - 1`` (``inf`` without a schedule)."""
+        if self.schedule is None:
+            return float("inf")
+        if self.lower_bound_seconds <= 0:
+            return 0.0 if self.seconds <= 0 else float("inf")
+        return max(0.0, self.seconds / self.lower_bound_seconds - 1.0)

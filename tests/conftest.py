@@ -1,0 +1,22 @@
+"""Settings of all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+# Times say nothing about correctness, and the machines are noisy. The same examples every time: a failure is a failure.
+settings.register_profile("project", deadline=None, derandomize=True)
+settings.load_profile("project")
+
+
+@pytest.fixture(autouse=True)
+def _global_settings_of_torch() -> Iterator[None]:
+    """What a test (or Lightning, for ``Trainer(deterministic=True)``) sets for the whole process ends with the test."""
+    deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    yield
+    torch.use_deterministic_algorithms(deterministic)
+    torch.set_num_threads(threads)

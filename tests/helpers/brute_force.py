@@ -1,0 +1,146 @@
+"""Exact answers for tiny problems by Dijkstra's algorithm over what is in memory: the oracles for the solvers' tests.
+
+Both searches share one rule book and none of the solvers' code: a node runs where its reads are present and everything held
+beside its outputs and workspace fits the budget; a value may be dropped at any moment, at no cost.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Hashable, Iterator
+from typing import Protocol
+
+from lightning_remat.solvers import Problem
+
+
+class Moves(Protocol):
+    def __call__(self, state: tuple[int, ...]) -> Iterator[tuple[float, tuple[int, ...]]]: ...
+
+
+def _cheapest(start: tuple[int, ...], moves: Moves) -> float:
+    """Cost of the cheapest way from ``start`` to a state that equals ``()``; infinity without one."""
+    best: dict[Hashable, float] = {start: 0.0}
+    queue = [(0.0, start)]
+    while queue:
+        cost, state = heapq.heappop(queue)
+        if cost > best[state]:
+            continue
+        if not state:
+            return cost
+        for extra, following in moves(state):
+            if cost + extra < best.get(following, math.inf):
+                best[following] = cost + extra
+                heapq.heappush(queue, (cost + extra, following))
+    return math.inf
+
+
+def _mask(indices: object) -> int:
+    return sum(1 << i for i in set(indices))  # type: ignore[call-overload]
+
+
+class _Rules:
+    """Bit masks of one problem, and the memory that a node needs."""
+
+    def __init__(self, problem: Problem, budget: int) -> None:
+        self.problem, self.budget = problem, budget
+        self.reads = [_mask(values) for values in problem.reads]
+        self.writes = [_mask(values) for values in problem.writes]
+        self.outputs = _mask(problem.forward_outputs)
+        self.crossing = self.outputs | _mask(problem.forward_transient)
+        self.tangents = _mask(problem.tangents)
+        self.finals = _mask(problem.finals)
+        self.size: dict[int, int] = {0: 0}
+
+    def required(self) -> int:
+        """Nodes that something handed out depends on, and those that draw random numbers."""
+        problem = self.problem
+        nodes = _mask([node for node in range(len(problem)) if problem.random[node] or not problem.recomputable[node]])
+        values = self.crossing | self.finals
+        for node in range(len(problem) - 1, -1, -1):
+            if nodes >> node & 1 or self.writes[node] & values:
+                nodes |= 1 << node
+                values |= self.reads[node]
+        return nodes
+
+    def bytes(self, mask: int) -> int:
+        if mask not in self.size:
+            low = mask & -mask
+            self.size[mask] = self.problem.nbytes[low.bit_length() - 1] + self.bytes(mask ^ low)
+        return self.size[mask]
+
+    def runs(self, node: int, present: int, in_backward: bool) -> bool:
+        problem = self.problem
+        if self.reads[node] & ~present:
+            return False
+        held = problem.base_bytes + (0 if in_backward else problem.forward_extra_bytes) + self.bytes(present)
+        return held + self.bytes(self.writes[node]) + problem.workspace[node] <= self.budget
+
+    def drops(self, present: int, in_backward: bool) -> Iterator[int]:
+        free = present & ~self.outputs if in_backward else present
+        while free:
+            low = free & -free
+            yield present ^ low
+            free ^= low
+
+    def starts(self) -> bool:
+        return self.problem.base_bytes + self.problem.forward_extra_bytes <= self.budget
+
+
+def cheapest_of_any_order(problem: Problem, budget: int) -> float:
+    """Seconds of the cheapest schedule of all: any order, any number of evaluations. Infinity where none fits."""
+    rules = _Rules(problem, budget)
+    once = [not problem.recomputable[node] for node in range(len(problem))]
+    draws = [node for node in range(len(problem)) if problem.random[node]]
+    tracked = _mask([node for node in range(len(problem)) if once[node]] + draws)
+    before = _mask([n for n in range(problem.boundary) if problem.random[n]])  # all random ops run in the forward
+
+    def moves(state: tuple[int, ...]) -> Iterator[tuple[float, tuple[int, ...]]]:
+        present, done, crossed = state
+        if not crossed and not rules.crossing & ~present and not before & ~done:
+            yield 0.0, (present | rules.tangents, done, 1)
+        if crossed and not rules.finals & ~present and not _mask(draws) & ~done:
+            yield 0.0, ()
+        for node in range(len(problem) if crossed else problem.boundary):
+            if once[node] and done >> node & 1:
+                continue
+            if problem.random[node] and not done >> node & 1 and any(not done >> d & 1 for d in draws if d < node):
+                continue
+            if rules.runs(node, present, bool(crossed)):
+                yield problem.seconds[node], (present | rules.writes[node], done | (tracked & 1 << node), crossed)
+        for fewer in rules.drops(present, bool(crossed)):
+            yield 0.0, (fewer, done, crossed)
+
+    return _cheapest((0, 0, 0), moves) if rules.starts() else math.inf
+
+
+def cheapest_in_stages(problem: Problem, budget: int) -> float:
+    """Seconds of the cheapest schedule that Checkmate's eq. 9 can express: stage t runs any of the nodes before t, in the
+    captured order and each at most once, and then node t for the first time (unless nothing depends on it). Infinity where
+    none fits."""
+    rules = _Rules(problem, budget)
+    count, required = len(problem), rules.required()
+
+    def moves(state: tuple[int, ...]) -> Iterator[tuple[float, tuple[int, ...]]]:
+        stage, position, present = state
+        backward = stage >= problem.boundary
+        if position > stage:  # the stage is over
+            if stage + 1 == problem.boundary:
+                if rules.crossing & ~present:
+                    return
+                present |= rules.tangents
+            if stage + 1 == count:
+                if not rules.finals & ~present:
+                    yield 0.0, ()
+                return
+            yield 0.0, (stage + 1, 0, present)
+            return
+        if (position == stage or problem.recomputable[position]) and rules.runs(position, present, backward):
+            yield problem.seconds[position], (stage, position + 1, present | rules.writes[position])
+        if position < stage or not required >> stage & 1:
+            yield 0.0, (stage, position + 1, present)
+        for fewer in rules.drops(present, backward):
+            yield 0.0, (stage, position, fewer)
+
+    start = (0, 0, 0 if problem.boundary else rules.tangents)
+    return _cheapest(start, moves) if rules.starts() else math.inf

@@ -1,0 +1,238 @@
+"""Measured peaks are the allocator's, and what objects hold is counted once a storage."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lightning_remat.errors import RematError
+from lightning_remat.measure import held_bytes, peak_memory, track_peak
+
+MIB = 2**20
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+
+
+def mebibyte(device: str) -> torch.Tensor:
+    return torch.empty(MIB, dtype=torch.uint8, device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+class TestPeak:
+    def test_what_is_held_together_adds_up(self, device: str) -> None:
+        assert peak_memory(lambda: [mebibyte(device) for _ in range(5)], device) == 5 * MIB
+
+    def test_what_is_released_before_does_not(self, device: str) -> None:
+        def one_after_the_other() -> None:
+            for _ in range(5):
+                mebibyte(device)
+
+        assert peak_memory(one_after_the_other, device) == MIB
+
+    def test_nothing_allocated_is_zero(self, device: str) -> None:
+        assert peak_memory(lambda: None, device) == 0
+
+    def test_memory_that_existed_before_makes_room_when_released(self, device: str) -> None:
+        before = [mebibyte(device) for _ in range(3)]
+
+        def release_then_allocate() -> list[torch.Tensor]:
+            before.clear()
+            return [mebibyte(device) for _ in range(4)]
+
+        assert peak_memory(release_then_allocate, device) == MIB
+        before = [mebibyte(device)]
+        assert peak_memory(before.clear, device) == 0
+
+    def test_old_gradients_dropped_in_the_middle_make_room(self, device: str) -> None:
+        weight = torch.ones(256, 1024, device=device, requires_grad=True)  # 1 MiB
+
+        def step() -> None:
+            loss = weight.square().sum()
+            weight.grad = None
+            loss.backward()
+
+        first = peak_memory(step, device)
+        again = [peak_memory(step, device) for _ in range(3)]
+        assert again == [first - MIB] * 3
+        step()
+        assert peak_memory(step, device) == first - MIB
+
+    def test_views_hold_their_storage_until_the_last_is_gone(self, device: str) -> None:
+        views = list(mebibyte(device).split(MIB // 4))
+
+        def halves() -> None:
+            del views[2:]
+            mebibyte(device)
+            views.clear()
+            mebibyte(device)
+
+        assert peak_memory(halves, device) == MIB
+
+    def test_addresses_used_again_are_not_confused(self, device: str) -> None:
+        kept: list[torch.Tensor] = []
+        peak_memory(lambda: kept.extend(mebibyte(device) for _ in range(20)), device)
+        kept.clear()
+        kept.extend(torch.empty(MIB // 2, dtype=torch.uint8, device=device) for _ in range(40))
+
+        def release_half_then_allocate() -> list[torch.Tensor]:
+            del kept[:20]
+            return [mebibyte(device) for _ in range(11)]
+
+        assert peak_memory(release_half_then_allocate, device) == MIB
+
+    def test_unreachable_tensors_are_collected_first(self, device: str) -> None:
+        cycle: list[object] = [mebibyte(device)]
+        cycle.append(cycle)
+        del cycle
+
+        def collect_then_allocate() -> torch.Tensor:
+            import gc
+
+            gc.collect()
+            return mebibyte(device)
+
+        assert peak_memory(collect_then_allocate, device) == MIB
+
+    def test_a_backward_is_seen(self, device: str) -> None:
+        weight = torch.ones(256, 1024, device=device, requires_grad=True)  # 1 MiB
+
+        def step() -> None:
+            (weight * 2).relu().sum().backward()
+
+        peak = peak_memory(step, device)
+        # The product (until relu has run), relu's result (saved), then relu's gradient and the product's beside it.
+        assert 2 * MIB <= peak <= 4 * MIB
+        assert weight.grad is not None
+
+    def test_the_block_form_sets_the_peak_at_its_end(self, device: str) -> None:
+        with track_peak(device) as peak:
+            assert peak.peak_bytes is None
+            mebibyte(device)
+        assert peak.peak_bytes == MIB and peak.reason == "" and peak.device.type == device
+
+    def test_an_exception_passes_and_ends_the_measurement(self, device: str) -> None:
+        def fail() -> None:
+            mebibyte(device)
+            raise KeyError("from the step")
+
+        with pytest.raises(KeyError, match="from the step"):
+            peak_memory(fail, device)
+        with pytest.raises(KeyError), track_peak(device) as peak:
+            fail()
+        assert peak.peak_bytes == MIB
+        assert peak_memory(lambda: mebibyte(device), device) == MIB
+
+
+def test_a_running_profiler_is_left_alone() -> None:
+    with torch.profiler.profile(profile_memory=True) as users:
+        with track_peak("cpu") as peak:
+            mebibyte("cpu")
+        with pytest.raises(RematError, match="another torch profiler is running"):
+            peak_memory(lambda: None, "cpu")
+        torch.ones(2).neg()
+    assert peak.peak_bytes is None and "another torch profiler" in peak.reason
+    assert "aten::neg" in {event.key for event in users.key_averages()}
+    assert peak_memory(lambda: mebibyte("cpu"), "cpu") == MIB
+
+
+def test_a_profiler_that_waits_or_warms_up_is_left_alone() -> None:
+    schedule = torch.profiler.schedule(wait=1, warmup=1, active=1)
+    with torch.profiler.profile(schedule=schedule) as users:
+        for _ in range(3):
+            with track_peak("cpu") as peak:
+                mebibyte("cpu")
+            assert peak.peak_bytes is None and peak.reason
+            users.step()
+    with track_peak("cpu") as peak:
+        mebibyte("cpu")
+    assert peak.peak_bytes == MIB
+
+
+def test_a_profiler_started_inside_the_block_is_reported() -> None:
+    with track_peak("cpu") as peak, torch.profiler.profile():
+        mebibyte("cpu")
+    assert peak.peak_bytes is None and "another torch profiler" in peak.reason
+    assert peak_memory(lambda: mebibyte("cpu"), "cpu") == MIB
+
+
+def test_the_profiler_is_quiet_and_the_environment_is_as_before() -> None:
+    script = (
+        "import os; from lightning_remat.measure import peak_memory; before = dict(os.environ); "
+        "peak_memory(lambda: None, 'cpu'); assert dict(os.environ) == before"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(RematError, match="'meta' device cannot be measured: give 'cpu' or a CUDA device"):
+        peak_memory(lambda: None, "meta")
+
+
+class TestHeld:
+    def test_a_storage_counts_once_and_whole(self) -> None:
+        base = torch.zeros(1000)
+        assert held_bytes(base) == 4000
+        assert held_bytes(base[:10]) == 4000
+        assert held_bytes(base, base[:10], {"view": base.view(10, 100)}) == 4000
+        assert held_bytes(base, base.clone()) == 8000
+
+    def test_modules_gradients_and_optimizer_state(self) -> None:
+        model = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.BatchNorm1d(10))
+        tied = torch.nn.Linear(10, 10)
+        tied.weight = model[0].weight
+        parameters, buffers = 4 * (110 + 20), 4 * 20 + 8
+        assert held_bytes(model) == parameters + buffers
+        assert held_bytes(model, tied) == parameters + buffers + 40
+        assert held_bytes(model.parameters()) == parameters
+        assert held_bytes(model.buffers()) == buffers
+        optimizer = torch.optim.Adam(model.parameters())
+        assert held_bytes(optimizer) == 0
+        model(torch.ones(4, 10)).square().sum().backward()
+        assert held_bytes(model, gradients=True) == 2 * parameters + buffers
+        assert held_bytes(p.grad for p in model.parameters()) == parameters
+        optimizer.step()
+        steps = 4 * len(list(model.parameters()))
+        assert held_bytes(optimizer) == 2 * parameters + steps
+
+    def test_nested_structures(self) -> None:
+        @dataclasses.dataclass
+        class Batch:
+            image: torch.Tensor
+            label: int
+
+        one = torch.zeros(1)
+        assert held_bytes({"a": [one, (torch.zeros(2), {"b": torch.zeros(3)})]}, "text", None, 3) == 24
+        assert held_bytes(Batch(one, 7)) == 4
+        circle: list[object] = [one]
+        circle.append(circle)
+        assert held_bytes(circle) == 4
+
+    def test_tensors_without_memory_count_nothing(self) -> None:
+        assert held_bytes(torch.zeros(9, device="meta"), torch.nn.LazyLinear(3), torch.zeros(0)) == 0
+
+    def test_sparse_tensors_count_indices_and_values(self) -> None:
+        dense = torch.eye(4)
+        assert held_bytes(dense.to_sparse()) == 4 * (2 * 8 + 4)
+        with pytest.warns(UserWarning, match="Sparse CSR tensor support is in beta state"):
+            rows = dense.to_sparse_csr()
+        assert held_bytes(rows) == sum(
+            held_bytes(part) for part in (rows.crow_indices(), rows.col_indices(), rows.values())
+        )
+        assert held_bytes(rows) >= 5 * 8 + 4 * 8 + 4 * 4
+
+    def test_only_one_device(self) -> None:
+        assert held_bytes(torch.zeros(2), device="cpu") == 8
+        assert held_bytes(torch.zeros(2), device="cuda") == 0
+
+    @pytest.mark.gpu
+    @needs_gpu
+    def test_cuda_tensors_are_told_apart(self) -> None:
+        both = torch.zeros(2), torch.zeros(3, device="cuda")
+        assert held_bytes(both) == 20
+        assert held_bytes(both, device="cuda") == held_bytes(both, device="cuda:0") == 12
+        assert held_bytes(both, device="cpu") == 8

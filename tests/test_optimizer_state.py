@@ -1,0 +1,165 @@
+"""The state of an optimizer that has not stepped yet, against what it really holds after its first step."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_remat.callbacks.optimizer_state import optimizer_state_bytes
+from lightning_remat.measure import held_bytes
+from lightning_remat.planner import RematWarning
+from tests.helpers.training import assert_same
+
+CPU = torch.device("cpu")
+optim = torch.optim
+
+
+class OwnAttributes(optim.Optimizer):
+    """Written by a user: keeps things on itself, draws random numbers, and asks for a tensor's value."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+        self.norms = []
+        self.scale = torch.ones(())
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.scale.mul_(0.5)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                self.norms.append(p.grad.norm().item())
+                state = self.state[p]
+                if not state:
+                    state["noise"] = torch.randn(3, *p.shape, dtype=torch.float64)
+                p.add_(p.grad, alpha=-group["lr"])
+
+
+class Wrapper(optim.Optimizer):
+    """Holds another optimizer on the same parameters, as lookahead and the like do."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.inner.step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["slow"] = p.detach().clone()
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: optim.SGD(p, 0.1),
+    "SGD momentum": lambda p: optim.SGD(p, 0.1, momentum=0.9),
+    "SGD foreach": lambda p: optim.SGD(p, 0.1, momentum=0.9, foreach=True),
+    "SGD fused": lambda p: optim.SGD(p, 0.1, momentum=0.9, fused=True),
+    "Adam": lambda p: optim.Adam(p),
+    "Adam foreach": lambda p: optim.Adam(p, foreach=True),
+    "Adam fused": lambda p: optim.Adam(p, fused=True),
+    "AdamW amsgrad": lambda p: optim.AdamW(p, amsgrad=True),
+    "AdamW single": lambda p: optim.AdamW(p, foreach=False),
+    "NAdam": lambda p: optim.NAdam(p),
+    "RAdam": lambda p: optim.RAdam(p),
+    "RMSprop": lambda p: optim.RMSprop(p, centered=True, momentum=0.9),
+    "Adagrad": lambda p: optim.Adagrad(p),
+    "Adafactor": lambda p: optim.Adafactor(p),
+    "own attributes": OwnAttributes,
+}
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 3))
+    net[2].weight.requires_grad_(False)
+    return net
+
+
+def groups(net: nn.Module):
+    return [{"params": list(net[0].parameters())}, {"params": list(net[1:].parameters()), "weight_decay": 0.1}]
+
+
+def train(net: nn.Module, optimizer) -> None:
+    net(torch.randn(4, 8)).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_exact(name):
+    net = network()
+    optimizer = OPTIMIZERS[name](groups(net))
+    with warnings.catch_warnings():
+        # Torch's own advice, where a scheduler is made before the first step.
+        warnings.simplefilter("error")
+        scheduler = optim.lr_scheduler.StepLR(optimizer, 1)
+        predicted = optimizer_state_bytes([optimizer], CPU)
+    train(net, optimizer)
+    scheduler.step()
+    assert predicted == held_bytes(optimizer, device=CPU)
+    assert (predicted == 0) == (name == "SGD")
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_and_parameters_are_untouched(name):
+    net = network()
+    optimizer = OPTIMIZERS[name](groups(net))
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    before = copy.deepcopy(net.state_dict()), copy.deepcopy(optimizer.state_dict()), torch.get_rng_state()
+    attributes = {key: repr(value) for key, value in vars(optimizer).items()}
+    parameters = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    optimizer_state_bytes([optimizer], CPU)
+    assert calls == []
+    assert parameters == [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert {key: repr(value) for key, value in vars(optimizer).items()} == attributes
+    assert_same(before[1], optimizer.state_dict())
+    assert_same(before[2], torch.get_rng_state())
+    assert_same(before[0], net.state_dict())
+    assert all(p.grad is None for p in net.parameters())
+    optimizer.zero_grad()
+    net(torch.randn(4, 8)).square().sum().backward()
+    optimizer.step()
+    assert calls == ["before", "after"]
+
+
+def test_wrapped_optimizer_leaves_the_parameters_alone():
+    net = network()
+    wrapper = Wrapper(optim.SGD(net.parameters(), 0.1, momentum=0.9))
+    before = copy.deepcopy(net.state_dict())
+    predicted = optimizer_state_bytes([wrapper], CPU)
+    assert_same(before, net.state_dict())
+    assert wrapper.inner.state_dict()["state"] == {}
+    train(net, wrapper)
+    assert predicted == held_bytes(wrapper, device=CPU)
+
+
+def test_existing_state_is_counted_as_it_is():
+    net = network()
+    optimizer = optim.Adam(net.parameters())
+    train(net, optimizer)
+    assert optimizer_state_bytes([optimizer], CPU) == held_bytes(optimizer, device=CPU) > 0
+
+
+def test_several_optimizers_are_added_up():
+    net = network()
+    one, other = optim.Adam(net[0].parameters()), optim.Adagrad(net[1:].parameters())
+    both = optimizer_state_bytes([one, other], CPU)
+    assert both == optimizer_state_bytes([one], CPU) + optimizer_state_bytes([other], CPU)
+
+
+def test_another_device_holds_nothing():
+    assert optimizer_state_bytes([optim.Adam(network().parameters())], torch.device("meta")) == 0
+
+
+def test_lbfgs_warns():
+    net = network()
+    with pytest.warns(RematWarning, match=r"LBFGS's state cannot be found .*reserve"):
+        assert optimizer_state_bytes([optim.LBFGS(net[0].parameters())], CPU) == 0

@@ -1,0 +1,93 @@
+"""The block-wise greedy, the portfolio, and the search for the smallest peak."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_remat.errors import BudgetError, SolverError
+from lightning_remat.schedule import simulate, verify
+from lightning_remat.solvers import Problem, Status, available, find_smallest, options_of, register, solve
+from tests.helpers.brute_force import cheapest_of_any_order
+from tests.helpers.graphs import random_graph, unit_chain
+
+
+@given(st.integers(0, 10_000), st.floats(0.3, 1.0))
+@settings(max_examples=60)
+def test_every_method_returns_what_it_says(seed: int, share: float) -> None:
+    graph = random_graph(seed, 6, 6)
+    problem = Problem(graph)
+    top = problem.evaluate(problem.captured).peak_bytes
+    budget = max(1, round(share * top))
+    smallest = find_smallest(graph, 2.0)
+    assert smallest.schedule is not None
+    assert smallest.peak_bytes <= top
+    assert simulate(graph, smallest.schedule).peak_bytes == smallest.peak_bytes
+    for method in available():
+        solution = solve(graph, budget, method, 5.0)
+        if solution.schedule is None:
+            assert solution.status in (Status.INFEASIBLE, Status.TIMEOUT)
+            assert solution.gap == float("inf")
+            assert budget < top, f"{method} found nothing although no rematerialization is needed"
+        else:
+            assert verify(graph, solution.schedule, budget) == solution.peak_bytes <= budget
+            assert solution.seconds >= solution.lower_bound_seconds * (1 - 1e-9)
+            assert solution.status is Status.OPTIMAL or solution.gap > 1e-9
+            assert solution.status is Status.FEASIBLE or solution.gap <= 1e-3
+        assert solution.bound_scope
+        assert solution.status.sentence
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=30)
+def test_auto_is_as_cheap_as_any_part_of_it_and_never_below_the_optimum(seed: int) -> None:
+    graph = random_graph(seed, 4, 4)
+    problem = Problem(graph)
+    budget = max(1, problem.evaluate(problem.captured).peak_bytes - 2)
+    best = solve(graph, budget, "auto", 10.0)
+    for method in ("greedy", "chen_sqrt", "milp"):
+        assert best.seconds <= solve(graph, budget, method, 10.0).seconds + 1e-9
+    optimum = cheapest_of_any_order(problem, budget)
+    if best.schedule is not None:
+        assert best.seconds >= optimum - 1e-9
+
+
+def test_greedy_fills_the_budget_of_a_chain() -> None:
+    chain = unit_chain(16)
+    seconds = [solve(chain, budget, "greedy").seconds for budget in (8, 10, 12, 14, 16, 18)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] == 33  # nothing twice
+    assert seconds[0] <= 46  # Checkmate's program: 43
+
+
+def test_auto_says_what_happened() -> None:
+    solution = solve(unit_chain(30), 12, "auto", 20.0)
+    assert solution.method in {"auto:greedy", "auto:chen_sqrt", "auto:treewidth"}
+    assert any(note.startswith("no_remat: infeasible") for note in solution.notes)
+    assert any("milp: not tried" in note for note in solution.notes)
+    assert any(note.startswith("chose ") for note in solution.notes)
+
+
+def test_auto_falls_back_to_treewidth_where_the_others_find_nothing() -> None:
+    solution = solve(unit_chain(40), 5, "auto", 30.0)
+    if solution.schedule is None:
+        assert any(note.startswith("treewidth:") for note in solution.notes)
+    else:
+        assert solution.peak_bytes <= 5
+
+
+def test_unknown_methods_options_and_budgets_say_what_is_accepted() -> None:
+    chain = unit_chain(2)
+    with pytest.raises(SolverError, match="unknown solver 'gurobi': choose one of auto, "):
+        solve(chain, 5, "gurobi")
+    with pytest.raises(SolverError, match=r"'greedy' has no option 'gap'; it takes: attempts"):
+        solve(chain, 5, "greedy", gap=0.1)
+    for budget in (0, -1, 2.5, True):
+        with pytest.raises(BudgetError, match="positive whole number of bytes"):
+            solve(chain, budget, "greedy")  # type: ignore[arg-type]
+    with pytest.raises(BudgetError, match="positive number of seconds"):
+        solve(chain, 5, "greedy", 0.0)
+    with pytest.raises(SolverError, match="registered already"):
+        register("greedy")(lambda problem, budget, *, deadline: None)  # type: ignore[arg-type, return-value]
+    assert options_of("auto")["exact_seconds"] == 5.0

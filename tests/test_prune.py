@@ -1,0 +1,63 @@
+"""Dropping what nobody reads and keeping what fits: the sequences stay correct, in memory and in time."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_remat.schedule import verify
+from lightning_remat.solvers import Problem
+from lightning_remat.solvers._prune import _Lives, drop_unused, keep_longer, required
+from lightning_remat.solvers._rollout import rollout
+from tests.helpers.graphs import random_graph, unit_chain
+from tests.test_schedule import recomputing_sequence
+
+
+@given(st.integers(0, 10_000), st.integers(0, 10_000))
+def test_shorter_sequences_stay_correct_and_within_the_same_peak(seed: int, sequence_seed: int) -> None:
+    graph = random_graph(seed, 7, 7)
+    problem = Problem(graph)
+    sequence = recomputing_sequence(problem, sequence_seed)
+    before = problem.evaluate(sequence)
+    dropped = drop_unused(problem, sequence)
+    kept = keep_longer(problem, dropped, before.peak_bytes, time.monotonic() + 60)
+    verify(graph, problem.expand(dropped), before.peak_bytes)
+    verify(graph, problem.expand(kept), before.peak_bytes)
+    assert len(kept.nodes) <= len(dropped.nodes) <= len(sequence.nodes)
+    assert set(required(problem)) <= set(kept.nodes)
+    assert drop_unused(problem, dropped) == dropped
+
+
+@given(st.integers(0, 10_000), st.integers(0, 10_000))
+def test_memory_is_tracked_exactly_while_evaluations_are_taken_out(seed: int, sequence_seed: int) -> None:
+    problem = Problem(random_graph(seed, 7, 7))
+    sequence = recomputing_sequence(problem, sequence_seed)
+    budget = problem.evaluate(sequence).peak_bytes + sequence_seed % 6
+    lives = _Lives(problem, sequence)
+    repeats = [(node, position) for node, at in enumerate(lives.runs) for position in at[1:]]
+    random.Random(seed).shuffle(repeats)
+    for node, position in repeats:
+        if not lives.is_gone(position):
+            lives.take_out(node, position, budget)
+            assert problem.memory(lives.sequence()) == [m for i, m in enumerate(lives.memory) if not lives.is_gone(i)]
+    assert problem.evaluate(lives.sequence()).peak_bytes <= budget
+
+
+def test_with_room_for_everything_nothing_is_repeated() -> None:
+    problem = Problem(unit_chain(12))
+    sequence = rollout(problem, [])
+    assert len(sequence.nodes) > len(problem)
+    kept = keep_longer(problem, sequence, problem.evaluate(problem.captured).peak_bytes, time.monotonic() + 60)
+    assert sorted(kept.nodes) == list(range(len(problem)))
+
+
+def test_first_evaluations_with_effects_stay() -> None:
+    graph = unit_chain(3)
+    unread = graph.replace(backward_outputs=(4,))  # b2 and b1 serve nobody
+    assert required(Problem(unread)) == [0, 1, 2, 3, 4]
+    ops = list(unread.ops)
+    ops[6] = type(ops[6])("b1", "b1", ops[6].inputs, ops[6].outputs, ops[6].phase, random=True)
+    assert required(Problem(unread.replace(ops=tuple(ops)))) == list(range(7))
