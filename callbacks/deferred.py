@@ -1,8 +1,8 @@
-"""`self.log` and torchmetrics metrics inside a captured step.
+"""`self.log`, torchmetrics metrics and growing lists inside a captured step.
 
-Neither can be captured: Lightning's ``log`` would cut the step in two, and a metric counts its updates in Python numbers,
-so that every step would be captured anew. While a captured step runs, calls of both are written down in their order, with
-their tensors detached, and made when the step returns.
+None can be captured: Lightning's ``log`` would cut the step in two, a metric counts its updates in Python numbers and a list
+has a length, so that every step would be captured anew. While a captured step runs, calls of the first two are written down
+in their order, with their tensors detached, and made when the step returns; so is what is appended to a list of the module.
 
 A metric call hands back a `DeferredValue`, which computes itself when the step asks for more than to log or return it.
 Metrics that do not declare themselves not differentiable are not deferred: they run at once, between two captured graphs.
@@ -33,7 +33,7 @@ class _Call:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    of_metric: bool
+    early: bool  # may be made before the step returns, when the step asks for what it gives
     done: bool = False
     result: Any = None
 
@@ -46,10 +46,12 @@ class _Call:
 
 
 class Deferred:
-    """Writes calls of ``module.log`` and of the module's metrics down, and makes them later."""
+    """Writes calls of ``module.log``, of the module's metrics and of its growing lists down, and makes them later."""
 
     def __init__(self, module: pl.LightningModule) -> None:
         self.calls: list[_Call] = []
+        self._module = module
+        self._lists: set[str] = set()
         # What stands in for which attribute of which object while a step runs.
         self._replacements: list[tuple[dict[str, Any], str, Any]] = [
             (module.__dict__, name, self._logging(getattr(module, name))) for name in ("log", "log_dict")
@@ -58,13 +60,19 @@ class Deferred:
             self._replacements += [
                 (attributes, name, _uncaptured(method)) for attributes, name, method in _manual(module)
             ]
-        self._replaced: list[tuple[dict[str, Any], str, Any]] = []  # with what was there before
+        self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []  # with what was there before, before it
         for part in module.modules():
             if isinstance(part, (Metric, MetricCollection)):
                 deferrable = all(m.is_differentiable is False for m in part.modules() if isinstance(m, Metric))
                 stand_in = self._deferring if deferrable else self._at_once
                 for name in _METHODS:
                     self._replacements.append((part.__dict__, name, stand_in(getattr(part, name))))
+
+    def stand_in_for(self, name: str) -> None:
+        """From now on, what a step appends to the module's list ``name`` is written down."""
+        if name not in self._lists:
+            self._lists.add(name)
+            self._replacements.append((vars(self._module), name, GrowingList(self)))
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -88,11 +96,11 @@ class Deferred:
         finally:
             self.calls.clear()
 
-    def make_metric_calls(self, last: _Call | None = None) -> None:
-        """In the middle of a step: make the metric calls up to ``last``, or all."""
+    def make_early_calls(self, last: _Call | None = None) -> None:
+        """In the middle of a step: make the calls of metrics and lists up to ``last``, or all."""
         with self.suspended():
             for call in self.calls:
-                if call.of_metric:
+                if call.early:
                     call.make()
                 if call is last:
                     break
@@ -109,12 +117,19 @@ class Deferred:
                 self._replace()
 
     def _replace(self) -> None:
-        self._replaced = [(attributes, name, attributes.get(name)) for attributes, name, _ in self._replacements]
         for attributes, name, new in self._replacements:
+            old = attributes.get(name)
+            if isinstance(new, GrowingList):
+                if type(old) is not list:  # it is no list any more
+                    continue
+                new.stands_for(old)
+            self._replaced.append((attributes, name, old, new))
             attributes[name] = new
 
     def _restore(self) -> None:
-        for attributes, name, old in self._replaced:
+        for attributes, name, old, new in self._replaced:
+            if attributes.get(name) is not new:  # the step has put something else there
+                continue
             if old is None:
                 attributes.pop(name, None)
             else:
@@ -127,7 +142,7 @@ class Deferred:
         def log(*args: Any, **kwargs: Any) -> None:
             if not kwargs.get("enable_graph", False):
                 args, kwargs = _detached(args, copy=True), _detached(kwargs, copy=True)
-            calls.append(_Call(method, args, kwargs, of_metric=False))
+            calls.append(_Call(method, args, kwargs, early=False))
 
         return log
 
@@ -135,7 +150,7 @@ class Deferred:
         calls = self.calls
 
         def deferring(*args: Any, **kwargs: Any) -> DeferredValue:
-            call = _Call(method, _detached(args), _detached(kwargs), of_metric=True)
+            call = _Call(method, _detached(args), _detached(kwargs), early=True)
             calls.append(call)
             return DeferredValue(self, call)
 
@@ -143,7 +158,7 @@ class Deferred:
 
     def _at_once(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def at_once(*args: Any, **kwargs: Any) -> Any:
-            self.make_metric_calls()  # it may read another metric's state
+            self.make_early_calls()  # it may read another metric's state
             with self.suspended():
                 return method(*args, **kwargs)
 
@@ -173,6 +188,63 @@ class DeferredValue:
         return _as_it_is, (value_of(self),)  # a copy of a module that keeps one holds the value itself
 
 
+class GrowingList:
+    """Stands in for a list of the module while a step runs: appends are written down, all else works on the list itself."""
+
+    def __init__(self, deferred: Deferred) -> None:
+        self._deferred = deferred
+
+    def stands_for(self, values: list[Any]) -> None:
+        """Take the list that appends go to. They do so through functions: a captured step must not see its length."""
+
+        def append(value: Any) -> None:
+            values.append(value)
+
+        def extend(more: Any) -> None:
+            values.extend(more)
+
+        def get() -> list[Any]:
+            return values
+
+        self._append, self._extend, self._get = append, extend, get
+
+    def append(self, value: Any) -> None:
+        """Write down that ``value`` is to be appended."""
+        self._deferred.calls.append(_Call(self._append, (value,), {}, early=True))
+
+    def extend(self, values: Any) -> None:
+        """Write down that ``values`` are to be appended."""
+        self._deferred.calls.append(_Call(self._extend, (list(values),), {}, early=True))
+
+    def __iadd__(self, values: Any) -> GrowingList:
+        self.extend(values)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(list_of(self), name)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def list_of(stand_in: GrowingList) -> list[Any]:
+    """Append what was written down so far, and return the list itself."""
+    stand_in._deferred.make_early_calls()
+    return stand_in._get()
+
+
+def _list_operator(name: str) -> Callable[..., Any]:
+    def operator(self: GrowingList, *args: Any) -> Any:
+        return getattr(list_of(self), name)(*args)
+
+    operator.__name__ = name
+    return operator
+
+
+for _name in ("len", "getitem", "setitem", "delitem", "iter", "reversed", "contains", "add", "mul", "eq", "repr"):
+    setattr(GrowingList, f"__{_name}__", _list_operator(f"__{_name}__"))
+
+
 def _as_it_is(value: Any) -> Any:
     return value
 
@@ -183,7 +255,7 @@ def value_of(value: DeferredValue) -> Any:
     if "_call" not in vars(value):  # Dynamo formats f-strings before it fills in the objects that the step has made
         raise CaptureError("a metric's value cannot be formatted inside a captured step: format float(value) instead")
     if not value._call.done:
-        value._deferred.make_metric_calls(value._call)
+        value._deferred.make_early_calls(value._call)
     return value._call.result
 
 

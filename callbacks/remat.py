@@ -17,14 +17,11 @@ from typing_extensions import override
 from lightning_remat.callbacks.dashboard import log_metrics, measured_metrics, plan_metrics, write_plan
 from lightning_remat.callbacks.deferred import Deferred
 from lightning_remat.callbacks.optimizer_state import optimizer_state_bytes
+from lightning_remat.callbacks.own_state import OwnState
 from lightning_remat.callbacks.progress import PlanningProgress
 from lightning_remat.errors import ConfigError
 from lightning_remat.measure import PeakMemory, held_bytes, track_peak
 from lightning_remat.planner import Plan, RematConfig, RematWarning, ScheduledStep, Surroundings
-
-CHANGING = r"L['batch_idx'],L\['self'\]\._trainer\.fit_loop\..*(completed|processed|ready|started|total_batch_idx)"
-"""What changes from step to step and may be read in one, in Dynamo's words: the batch's number, `global_step`,
-`current_epoch`. A graph holds for all of its values, or, where the step branches on it, for those that take the branch."""
 
 
 class RematCallback(Callback):
@@ -161,14 +158,14 @@ class RematCallback(Callback):
             self._stop_tracking()  # what planning allocates is not the step's
             progress(words)
 
-        deferred = Deferred(pl_module)
+        deferred, own_state = Deferred(pl_module), OwnState(pl_module)
         step = ScheduledStep(
             pl_module.training_step,
             self.config,
             surroundings=partial(self._surroundings, trainer, pl_module),
             name=f"{type(pl_module).__name__}.training_step",
             progress=planning,
-            dynamic_sources=CHANGING,
+            dynamic_sources=lambda: own_state.sources,
             leave_alone=True,
         )
         self._step, self._announced, self._measure_next, self.measured_peak_bytes = step, 0, False, None
@@ -177,8 +174,10 @@ class RematCallback(Callback):
         def training_step(*args: Any, **kwargs: Any) -> Any:
             try:
                 with strategy.precision_plugin.train_step_context():
-                    with deferred.active():
+                    with own_state.watched(), deferred.active():
                         output = step(*args, **kwargs)
+                    for name in own_state.lists:
+                        deferred.stand_in_for(name)
                     return deferred.settle(output)
             finally:
                 progress.stop()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import time
 
+import mip
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -77,6 +79,17 @@ def test_unit_chains(layers: int, budget: int, computed: int) -> None:
     assert solution.status is Status.OPTIMAL
     assert solution.bound_scope == CAPTURED_ORDER
     assert computed - 1 < solution.lower_bound_seconds <= computed
+
+
+def test_no_solver_is_left_to_the_garbage_collector() -> None:
+    """Where that deletes one inside of cffi, the process waits for its own lock forever."""
+    gc.collect()
+    gc.disable()
+    try:
+        assert solve(unit_chain(8), 5, "milp").status is Status.OPTIMAL
+        assert not [one for one in gc.get_objects() if issubclass(type(one), mip.solver.Solver)]
+    finally:
+        gc.enable()
 
 
 def test_sizes_and_times_of_real_networks_are_scaled() -> None:

@@ -68,7 +68,7 @@ class ScheduledStep:
         name: of what is captured, for people.
         on_plan: called with every new plan.
         progress: told in words what is being done.
-        dynamic_sources: inputs that may change without a new capture, in Dynamo's words (``"L['batch_idx']"``).
+        dynamic_sources: gives the inputs that may change without a new capture, in Dynamo's words (``"L['batch_idx']"``).
         leave_alone: run the function itself for shapes at which the plain step fits with room to spare.
 
     Attributes:
@@ -86,7 +86,7 @@ class ScheduledStep:
         name: str = "",
         on_plan: Callable[[Plan], None] | None = None,
         progress: Progress | None = None,
-        dynamic_sources: str = "",
+        dynamic_sources: Callable[[], str] = str,
         leave_alone: bool = False,
     ) -> None:
         self.function = function
@@ -121,7 +121,7 @@ class ScheduledStep:
         planned = len(self.plans)
         known_failures = internals.capture_failures() if not planned else None
         try:
-            with internals.running(self._dynamic_sources):
+            with internals.running(self._dynamic_sources()):
                 result = self._compiled.get(shapes, self._compiled[()])(*args, **kwargs)
         except _Stop as stop:
             raise stop.error from stop.error.__cause__

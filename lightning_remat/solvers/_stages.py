@@ -23,6 +23,7 @@ cheaper, and a bound from here holds for `CAPTURED_ORDER` only.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -73,7 +74,12 @@ def solve_stages(
             note = f"{problem.name(node)} alone needs {alone_bytes(problem, node):,} bytes"
             return StagesResult(None, Status.INFEASIBLE, 0.0, (note,))
     best = best_start(problem, budget_bytes, start)
-    program = _Program(problem, budget_bytes, solver)
+    with contextlib.closing(_Program(problem, budget_bytes, solver)) as program:
+        return _solve(program, best, gap, deadline)
+
+
+def _solve(program: _Program, best: NodeSequence | None, gap: float, deadline: float) -> StagesResult:
+    problem, budget_bytes = program.problem, program.budget_bytes
     if best is not None:
         program.begin_at(best)
     notes: tuple[str, ...] = (f"started {'cold' if best is None else 'from a feasible schedule'}",)
@@ -173,7 +179,7 @@ class _Program:
     """Eq. 9 for one problem and budget. Bytes and seconds are scaled so that the numbers stay near one."""
 
     def __init__(self, problem: PlainProblem, budget_bytes: int, solver: str) -> None:
-        self.problem = problem
+        self.problem, self.budget_bytes = problem, budget_bytes
         headroom = budget_bytes - problem.base_bytes
         sizes = [*problem.nbytes, *problem.workspace, problem.forward_extra_bytes]
         divisor = reduce(math.gcd, sizes, 0) or 1
@@ -348,6 +354,12 @@ class _Program:
             difference = difference + 0.0 * self.model.vars[0]
         constraint = {"<=": difference <= 0, ">=": difference >= 0, "==": difference == 0}[relation]
         self.model.add_constr(constraint)
+
+    def close(self) -> None:
+        """Give the solver's memory back now. Python-mip's models are reference cycles, and deleting one later, whenever the
+        garbage collector runs, waits forever where it runs inside of cffi, whose lock is not reentrant.
+        """
+        self.model.solver = None
 
     def begin_at(self, sequence: NodeSequence) -> None:
         """Hand a feasible sequence of stages to the solver, which completes S, P and U by a linear program."""
