@@ -13,7 +13,7 @@ import torch.fx
 
 from lightning_remat.capture import _ops
 from lightning_remat.capture._call import OpCall, TensorSpec
-from lightning_remat.capture._torch import HigherOrderOperator, OpOverload
+from lightning_remat.capture._torch import HigherOrderOperator, OpOverload, hint
 from lightning_remat.errors import CaptureError
 from lightning_remat.graph import ComputationGraph, Op, Phase, Tensor, TensorRole
 
@@ -442,7 +442,7 @@ class _Reader:
                 found = value.meta.get("val")
                 if isinstance(found, torch.Tensor):
                     return TensorSpec.of(found)
-                return int(found) if isinstance(found, torch.SymInt) else found
+                return hint(found)
             if isinstance(value, (tuple, list)):
                 return tuple(plain(v) for v in value) if isinstance(value, tuple) else [plain(v) for v in value]
             if isinstance(value, dict):

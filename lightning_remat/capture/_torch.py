@@ -49,6 +49,7 @@ __all__ = [
     "capture_failures",
     "compile_frame",
     "dynamo_counters",
+    "hint",
     "on_double_backward",
     "real_layouts",
     "real_tensors",
@@ -199,6 +200,16 @@ def tensor_leaves(tree: Any) -> list[torch.Tensor]:
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             found += tensor_leaves([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
     return found
+
+
+def hint(value: Any) -> Any:
+    """The value that a symbolic number had when it was captured (1 where it is not known before the step runs).
+
+    ``int(value)`` would tie the captured graph to it.
+    """
+    if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value
+    return 1 if value.node.hint is None else value.node.hint
 
 
 def capture_failures() -> Counter[str]:

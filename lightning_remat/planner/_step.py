@@ -107,6 +107,7 @@ class ScheduledStep:
         self._captures: dict[Shapes, int] = {}
         self._cost_cache = CostCache()
         self._call: list[int] = []  # plans that the present call has run so far
+        self._captured_now: list[int] = []  # plans of what the present call has captured, old ones too
         self._over_budget = False
         self._needs: dict[Shapes, list[int]] = {}  # by shapes, for each graph of a call: what later ones need
         self._compiled: dict[Shapes, Callable[..., Any]] = {(): internals.compile_frame(function, self._backend)}
@@ -118,8 +119,8 @@ class ScheduledStep:
         self._call.clear()
         if shapes in self._fits_anyway:
             return self.function(*args, **kwargs)
-        planned = len(self.plans)
-        known_failures = internals.capture_failures() if not planned else None
+        self._captured_now.clear()
+        known_failures = internals.capture_failures() if not self.plans else None
         try:
             with internals.running(self._dynamic_sources()):
                 result = self._compiled.get(shapes, self._compiled[()])(*args, **kwargs)
@@ -129,8 +130,8 @@ class ScheduledStep:
             reasons = list(internals.capture_failures() - known_failures) if known_failures is not None else []
             found = f" ({reasons[0].splitlines()[0]})" if reasons else "; TORCH_LOGS=graph_breaks says more"
             self._failed(f"no operation with gradients could be captured in it{found}", None)
-        if len(self.plans) > planned:
-            self._captured(shapes, self.plans[planned:])
+        if self._captured_now:
+            self._captured(shapes, [self.plans[i] for i in self._captured_now])
         return result
 
     def _captured(self, shapes: Shapes, plans: Sequence[Plan]) -> None:
@@ -186,9 +187,11 @@ class ScheduledStep:
                     captured, plan = self._plan(captured)
             except RematError as error:
                 raise _Stop(error) from error
-            planned.append(len(self.plans))
-            self.plans.append(plan)
-            self.runs.append(0)
+            index = next((i for i, known in enumerate(self.plans) if known is plan), len(self.plans))
+            if index == len(self.plans):
+                self.plans.append(plan)
+                self.runs.append(0)
+            planned.append(index)
             return lower(captured, plan.schedule)
 
         self._progress("capturing")
@@ -200,6 +203,7 @@ class ScheduledStep:
         if not planned:  # nothing in it needs a gradient
             return compiled
         index = planned[0]
+        self._captured_now.append(index)
         if self._on_plan is not None:
             with internals.real_tensors():
                 self._on_plan(self.plans[index])

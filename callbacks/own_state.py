@@ -1,0 +1,61 @@
+"""Python state that a training step changes on its own module: counters (``self.seen += 1``), lists (``self.losses.append``).
+
+A captured graph holds for the values that it was captured with, so such a step would be captured anew every time. What a
+step has changed is found out by looking before and after; then a counter is declared as changing, and a list stood in for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import lightning.pytorch as pl
+
+_TRAINER = r"\._trainer\.fit_loop\..*(completed|processed|ready|started|total_batch_idx)"
+"""Behind `global_step` and `current_epoch`."""
+
+
+class OwnState:
+    """What a step changes.
+
+    Args:
+        module: whose ``training_step`` it is.
+
+    Attributes:
+        sources: what changes from step to step and may be read in one, in Dynamo's words: the batch's number,
+            ``global_step``, ``current_epoch``, counters. A graph holds for all of their values, or, where the step branches
+            on one, for those that take the branch.
+        lists: names of the module's lists that grow.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self.lists: set[str] = set()
+        self._module = module
+        self._counters: set[str] = set()
+        names = list(inspect.signature(type(module).training_step).parameters)
+        self._self = re.escape(f"L['{names[0] if names else 'self'}']")
+        batch_idx = names[2] if len(names) > 2 else "batch_idx"
+        self._always = [re.escape(f"L['{batch_idx}']"), self._self + _TRAINER]
+
+    @property
+    def sources(self) -> str:
+        """Patterns of the names that Dynamo has for what changes."""
+        return ",".join([*self._always, *(rf"{self._self}\.{name}" for name in sorted(self._counters))])
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """While open, a step runs."""
+        attributes = vars(self._module)
+        counters = {name: value for name, value in attributes.items() if type(value) is int}
+        lengths = {name: len(value) for name, value in attributes.items() if type(value) is list}
+        yield
+        for name, value in counters.items():
+            now = attributes.get(name)
+            if type(now) is int and now != value:
+                self._counters.add(name)
+        for name, length in lengths.items():
+            now = attributes.get(name)
+            if type(now) is list and len(now) > length:
+                self.lists.add(name)

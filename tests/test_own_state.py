@@ -1,0 +1,124 @@
+"""Counters and lists that a training step changes on its own module: captured once more, and never again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.helpers.training import Classifier, assert_same, callback, compare, fit, loader
+
+
+def batches():
+    return loader(48)  # six
+
+
+class Keeping(Classifier):
+    """``body`` is given the batch and the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.outputs = []
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return self.body(batch, loss)
+
+    def on_train_epoch_end(self) -> None:
+        self.seen += [self.count, *self.outputs]
+        self.outputs.clear()
+
+
+class Counts(Keeping):
+    def body(self, batch, loss):
+        self.count += 1
+        return loss
+
+
+class CountsInTheLoss(Keeping):
+    def body(self, batch, loss):
+        self.count += batch[0].shape[0]
+        return loss * (1 + self.count / 64)
+
+
+class Appends(Keeping):
+    def body(self, batch, loss):
+        self.outputs.append(loss.detach())
+        return loss
+
+
+class AppendsResults(Keeping):
+    def body(self, batch, loss):
+        self.outputs.append({"loss": loss.detach(), "labels": batch[1]})
+        self.outputs += [loss * 2]
+        self.outputs.extend((1, "two"))
+        return loss
+
+
+class Both(Keeping):
+    def body(self, batch, loss):
+        self.count += 1
+        self.outputs.append(loss.detach())
+        return loss
+
+
+@pytest.mark.parametrize("make", [Counts, CountsInTheLoss, Appends, AppendsResults, Both])
+def test_one_graph(make):
+    _, scheduled, remat = compare(make, train=batches, plans=None, max_epochs=2)
+    assert len(remat.plans) <= 2  # with the values of the first step, and for all values
+    assert sum(remat.runs) == 12
+    assert type(scheduled.module.outputs) is list
+
+
+class NewListEachEpoch(Keeping):
+    def body(self, batch, loss):
+        self.outputs.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.seen += self.outputs
+        self.outputs = []
+
+
+class ReadsItsList(Keeping):
+    def body(self, batch, loss):
+        self.outputs.append(loss.detach())
+        if len(self.outputs) > 4:
+            self.outputs.pop(0)
+        return loss + 0 * torch.stack(list(self.outputs)).sum()
+
+
+class BindsAnotherList(Keeping):
+    def body(self, batch, loss):
+        self.outputs.append(loss.detach())
+        if self.count < 3:
+            self.outputs = [*self.outputs, loss.detach()]
+        self.count += 1
+        return loss
+
+
+class GivesItsListAway(Keeping):
+    def body(self, batch, loss):
+        self.outputs.append(loss.detach())
+        self.seen.append(self.outputs[-1])
+        return loss
+
+
+@pytest.mark.parametrize("make", [NewListEachEpoch, ReadsItsList, BindsAnotherList, GivesItsListAway])
+@pytest.mark.filterwarnings("ignore:.*captured 5 times.*", "ignore:.*could not be captured.*")
+def test_lists_used_in_other_ways(make):
+    plain, remat = fit(make, train=batches, max_epochs=2), callback(0.9)
+    scheduled = fit(make, remat, train=batches, max_epochs=2)
+    assert remat.plans
+    assert_same(plain.results, scheduled.results)
+
+
+class OtherNames(Classifier):
+    def training_step(this, data, number):  # noqa: N805
+        return this.loss(data) * (number + 1)
+
+
+def test_arguments_of_any_name():
+    _, _, remat = compare(OtherNames, train=batches, plans=1)
+    assert remat.runs == (6,)
