@@ -35,7 +35,7 @@ def interesting_budgets(problem: Problem) -> list[int]:
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10_000), st.integers(2, 4), st.integers(2, 4))
 def test_the_program_equals_brute_force(seed: int, forward: int, backward: int) -> None:
-    graph = random_graph(seed, forward, backward)
+    graph = random_graph(seed, forward, backward, overwriting=False)
     problem = Problem(graph)
     assume(problem.boundary > 0)  # not all of the forward are views
     for budget in interesting_budgets(problem):
@@ -62,7 +62,7 @@ def test_some_random_graphs_exercise_every_case() -> None:
     """The property above would hold of graphs that never need rematerialization: these do, and some want another order."""
     repeats = dearer = infeasible = several_outputs = 0
     for seed in range(40):
-        problem = Problem(random_graph(seed, 4, 4))
+        problem = Problem(random_graph(seed, 4, 4, overwriting=False))
         several_outputs += any(len(values) > 1 for values in problem.writes)
         for budget in interesting_budgets(problem):
             in_stages, any_order = cheapest_in_stages(problem, budget), cheapest_of_any_order(problem, budget)
@@ -119,7 +119,7 @@ def test_the_start_is_returned_when_there_is_no_time() -> None:
 
 def test_without_time_and_without_a_start_nothing_is_claimed() -> None:
     for seed in range(200):
-        problem = Problem(random_graph(seed, 3, 4))
+        problem = Problem(random_graph(seed, 3, 4, overwriting=False))
         budget = interesting_budgets(problem)[1]
         if best_start(problem, budget, None) is None:
             break
@@ -173,7 +173,7 @@ def test_a_coarse_schedule_is_never_worse_than_it_says(seed: int, runs_seed: int
 
 @given(st.integers(0, 10_000), st.integers(2, 20))
 def test_coarsening_keeps_the_boundary_and_the_size(seed: int, size: int) -> None:
-    problem = Problem(random_graph(seed, 12, 12))
+    problem = Problem(random_graph(seed, 12, 12, overwriting=False))
     coarse = coarsen(problem, size)
     assert [node for run in coarse.runs for node in run] == list(range(len(problem)))
     assert len(coarse.problem) == len(coarse.runs) <= size

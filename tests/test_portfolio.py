@@ -42,7 +42,7 @@ def test_every_method_returns_what_it_says(seed: int, share: float) -> None:
 @given(st.integers(0, 10_000))
 @settings(max_examples=30)
 def test_auto_is_as_cheap_as_any_part_of_it_and_never_below_the_optimum(seed: int) -> None:
-    graph = random_graph(seed, 4, 4)
+    graph = random_graph(seed, 4, 4, overwriting=False)
     problem = Problem(graph)
     budget = max(1, problem.evaluate(problem.captured).peak_bytes - 2)
     best = solve(graph, budget, "auto", 10.0)

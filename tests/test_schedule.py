@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_remat.errors import GraphError, ScheduleError
-from lightning_remat.graph import ComputationGraph, Op, Tensor
+from lightning_remat.graph import ComputationGraph, Op, Phase, Tensor, TensorRole
 from lightning_remat.schedule import Compute, Free, Schedule, simulate, verify
 from lightning_remat.solvers import NodeSequence, Problem
 from tests.helpers.graphs import random_graph, unit_chain
@@ -131,3 +133,68 @@ def test_graph_files_of_other_versions_are_refused(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(GraphError, match="not a JSON file"):
         ComputationGraph.load(path)
+
+
+def overwriting_chain() -> ComputationGraph:
+    """a = f(x), b = g(a) over a, loss(b); gradient = h(tangent, b), which may overwrite b."""
+    storages = (4, 2, 2, 1, 1, 2)
+    names = ("x", "a", "b", "loss", "tangent", "gradient")
+    roles = {"x": TensorRole.PARAMETER, "tangent": TensorRole.TANGENT}
+    tensors = tuple(Tensor(n, i, role=roles.get(n, TensorRole.INTERMEDIATE)) for i, n in enumerate(names))
+    ops = (
+        Op("f", "f", (0,), (1,)),
+        Op("g", "g", (1,), (2,), overwritable=(1,)),
+        Op("loss", "loss", (2,), (3,), Phase.LOSS),
+        Op("h", "h", (4, 2), (5,), Phase.BACKWARD, overwritable=(2,)),
+    )
+    return ComputationGraph(ops, tensors, storages, inputs=(0, 4), forward_outputs=(3,), backward_outputs=(5,))
+
+
+def test_a_result_takes_the_memory_of_an_input_that_dies() -> None:
+    graph = overwriting_chain()
+    schedule = Problem(graph).expand(Problem(graph).captured)
+    assert Compute(1, 1) in schedule.steps
+    assert Compute(3) in schedule.steps  # b comes from the forward, which may be asked for it again
+    timeline = simulate(graph, schedule)
+    assert timeline.during[0] == 6 and timeline.during[1] == 6
+    again = Problem(graph).expand(NodeSequence((0, 1, 2, 0, 1, 3), 3))  # now h finds a b of the backward
+    assert Compute(3, 2) in again.steps
+    assert simulate(graph, again).peak_bytes == verify(graph, again) == 8
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        ([Compute(0), Compute(1, 1), Compute(1)], "g reads a, which is not present"),
+        ([Compute(0), Compute(1, 0)], "g may not overwrite x"),
+        ([Compute(0), Compute(1, 1), Compute(2, 2)], "loss may not overwrite b"),
+    ],
+)
+def test_the_verifier_refuses_what_may_not_be_overwritten(steps: list[Compute], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        verify(overwriting_chain(), Schedule(tuple(steps), len(steps)))
+
+
+def test_what_the_forward_saved_is_not_overwritten() -> None:
+    graph = overwriting_chain()
+    schedule = Schedule((Compute(0), Compute(1, 1), Compute(2), Compute(3, 2)), 3)
+    with pytest.raises(ScheduleError, match="which the caller holds or the forward saved"):
+        verify(graph, schedule)
+    kept = graph.replace(forward_outputs=(3, 2))
+    with pytest.raises(ScheduleError, match="while the caller holds it"):
+        simulate(kept, Schedule((Compute(0), Compute(1, 1), Compute(2), Compute(3, 2)), 3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"overwritable": (0,), "inputs": (0, 1)}, "must have the size of the output's"),
+        ({"overwritable": (3,)}, "does not read"),
+        ({"overwritable": (1,), "outputs": ()}, "one output"),
+    ],
+)
+def test_impossible_overwriting_is_refused(changes: dict[str, Any], message: str) -> None:
+    graph = overwriting_chain()
+    ops = (graph.ops[0], dataclasses.replace(graph.ops[1], **changes))
+    with pytest.raises(GraphError, match=message):
+        ComputationGraph(ops, graph.tensors[:3], graph.storages[:3], inputs=(0,))

@@ -2,5 +2,6 @@
 
 from lightning_remat.capture._call import OpCall, TensorSpec
 from lightning_remat.capture._joint import CapturedGraph, from_joint
+from lightning_remat.capture._ops import PARTS
 
-__all__ = ["CapturedGraph", "OpCall", "TensorSpec", "from_joint"]
+__all__ = ["PARTS", "CapturedGraph", "OpCall", "TensorSpec", "from_joint"]

@@ -258,6 +258,7 @@ class _Reader:
         self.tensor_nodes: list[Node | None] = []
         self.node_tensor: dict[Node, int] = {}
         self.storages: list[int] = []
+        self.given_storages: set[int] = set()
 
     def tensor(
         self, node: Node | None, value: torch.Tensor, name: str, *, on: int | None = None, role: TensorRole
@@ -288,6 +289,7 @@ class _Reader:
             if isinstance(constant, torch.Tensor):
                 node.meta.setdefault("val", constant)
                 inputs.append(self.tensor(node, constant, node.name, role=TensorRole.BUFFER))
+        self.given_storages = {self.tensor_list[t].storage for t in inputs}
         ordered = self._execution_order()
         ops, nodes, calls = [], [], []
         for node, phase in ordered:
@@ -432,9 +434,34 @@ class _Reader:
             phase=phase,
             random=random,
             recomputable=not once,
+            overwritable=self._overwritable(node, outputs),
             module=module_path(node),
         )
         return op, None if view or not outputs else self._call(node)
+
+    def _overwritable(self, node: Node, outputs: Sequence[int]) -> tuple[int, ...]:
+        """Inputs whose memory an elementwise op's result may take: of its own shape and strides, alone on their storage.
+
+        Not what is handed in or out: the caller's tensors are its own, and a result that is handed out is no view.
+        """
+        value = node.meta.get("val")
+        handed_out = (*self.forward_outputs, *self.backward_outputs)
+        if not isinstance(value, torch.Tensor) or len(outputs) != 1 or node in handed_out:
+            return ()
+        spec = TensorSpec.of(value)
+        read = [self.tensor_list[self.node_tensor[n]].storage for n in node.all_input_nodes if n in self.node_tensor]
+        found: dict[int, None] = {}
+        for source in node.all_input_nodes:
+            t = self.node_tensor.get(source)
+            if t is None or self.tensor_list[t].role is not TensorRole.INTERMEDIATE or source.op != "call_function":
+                continue
+            storage, given = self.tensor_list[t].storage, source.meta["val"]
+            alone = read.count(storage) == 1 and storage not in self.given_storages
+            whole = self.storages[storage] == spec.nbytes == value.numel() * value.itemsize
+            fits = whole and TensorSpec.of(given) == spec and given.storage_offset() == 0
+            if alone and fits and _ops.overwriting(node.target, source is node.args[0]) is not None:
+                found[t] = None
+        return tuple(found)
 
     def _call(self, node: Node) -> OpCall:
         def plain(value: Any) -> Any:

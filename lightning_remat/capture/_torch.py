@@ -19,7 +19,7 @@ import dataclasses
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -166,15 +166,25 @@ Partition = Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
 
 
 def aot_backend(
-    graph_module: torch.fx.GraphModule, example_inputs: Sequence[Any], partition: Partition
+    graph_module: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    partition: Partition,
+    parts: Mapping[OpOverload, Callable[..., Any]],
 ) -> Callable[..., Any]:
-    """Run AOTAutograd on a captured forward; ``partition`` turns the joint graph into forward and backward."""
+    """Run AOTAutograd on a captured forward; ``partition`` turns the joint graph into forward and backward.
+
+    The ops in ``parts`` are captured as the ops that they are made of.
+    """
 
     def compiler(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         return boxed(module)
 
     backend = aot_autograd(
-        fw_compiler=compiler, bw_compiler=compiler, inference_compiler=compiler, partition_fn=partition
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        inference_compiler=compiler,
+        partition_fn=partition,
+        decompositions=dict(parts),
     )
     settings: dict[str, Any] = {"donated_buffer": False}
     if hasattr(functorch_config, "backward_pass_autocast"):

@@ -23,7 +23,7 @@ from lightning_remat.cost._op_cost import OpCost
 log = logging.getLogger(__name__)
 
 FORMAT = "lightning_remat.costs"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 def cache_directory() -> Path:

@@ -83,6 +83,7 @@ class Op:
         random: draws random numbers; its first evaluations keep the captured order, later ones replay its numbers.
         recomputable: may be evaluated more than once.
         mutates: tensor indices (among ``inputs``) whose storage is overwritten in place.
+        overwritable: tensor indices (among ``inputs``) whose storage the result may take when nothing needs them any more.
         module: the user's module path, such as ``"transformer.h.3.mlp"`` ("" where it is unknown).
     """
 
@@ -96,6 +97,7 @@ class Op:
     random: bool = False
     recomputable: bool = True
     mutates: tuple[int, ...] = ()
+    overwritable: tuple[int, ...] = ()
     module: str = ""
 
 
@@ -155,6 +157,14 @@ class ComputationGraph:
             for tensor in op.inputs:
                 found[tensor].append(index)
         return tuple(tuple(users) for users in found)
+
+    @cached_property
+    def tensors_on(self) -> tuple[tuple[int, ...], ...]:
+        """Tensor indices on each storage."""
+        found: list[list[int]] = [[] for _ in self.storages]
+        for index, tensor in enumerate(self.tensors):
+            found[tensor.storage].append(index)
+        return tuple(tuple(tensors) for tensors in found)
 
     @cached_property
     def input_storages(self) -> frozenset[int]:
@@ -255,6 +265,7 @@ class ComputationGraph:
                     "random": o.random,
                     "recomputable": o.recomputable,
                     "mutates": list(o.mutates),
+                    "overwritable": list(o.overwritable),
                     "module": o.module,
                 }
                 for o in self.ops
@@ -292,6 +303,7 @@ class ComputationGraph:
                     random=o["random"],
                     recomputable=o["recomputable"],
                     mutates=tuple(o["mutates"]),
+                    overwritable=tuple(o["overwritable"]),
                     module=o["module"],
                 )
                 for o in data["ops"]
@@ -376,6 +388,7 @@ def _check(graph: ComputationGraph) -> None:
         if not set(op.mutates) <= set(op.inputs):
             raise GraphError(f"op {op.name} mutates a tensor that it does not read")
         read = {graph.tensors[t].storage for t in op.inputs}
+        _check_overwritable(graph, op)
         fresh = set()
         for t in op.outputs:
             if t in known:
@@ -393,3 +406,22 @@ def _check(graph: ComputationGraph) -> None:
     for index, tensor in enumerate(graph.tensors):
         if index not in known:
             raise GraphError(f"tensor {tensor.name} is neither an input nor produced by an op")
+
+
+def _check_overwritable(graph: ComputationGraph, op: Op) -> None:
+    """A result may take the storage of an input of its size, which the op reads through that one tensor only."""
+    if not op.overwritable:
+        return
+    if not set(op.overwritable) <= set(op.inputs):
+        raise GraphError(f"op {op.name} may overwrite a tensor that it does not read")
+    storages = [graph.tensors[t].storage for t in op.inputs]
+    own = [graph.tensors[t].storage for t in op.outputs]
+    if len(own) != 1 or own[0] in storages:
+        raise GraphError(f"op {op.name} may overwrite an input: it must have one output, on a storage of its own")
+    for t in op.overwritable:
+        storage = graph.tensors[t].storage
+        if graph.storages[storage] != graph.storages[own[0]] or storages.count(storage) != 1:
+            raise GraphError(
+                f"op {op.name} may not overwrite {graph.tensors[t].name}: its storage must have the size of the output's, "
+                "and no other input may lie on it"
+            )

@@ -105,6 +105,10 @@ def _needed_from_forward(captured: CapturedGraph, schedule: Schedule, replayed: 
             if again and step.op in replayed:
                 found[("random_state", step.op)] = None
             done.add(step.op)
+            if step.over >= 0:
+                present.difference_update(
+                    gone for t in _lying_with(captured, step.over) if (gone := captured.tensors[t]) is not None
+                )
             for t in captured.graph.ops[step.op].outputs:
                 made = captured.tensors[t]
                 if made is not None and made not in found:
@@ -135,6 +139,12 @@ def _read(node: Node, again: bool) -> list[Node]:
     found: list[Node] = []
     torch.fx.node.map_arg(_arguments(node, again), found.append)
     return found
+
+
+def _lying_with(captured: CapturedGraph, tensor: int) -> tuple[int, ...]:
+    """All tensors on one storage."""
+    graph = captured.graph
+    return graph.tensors_on[graph.tensors[tensor].storage]
 
 
 def _is_tensor(node: Node) -> bool:
@@ -197,11 +207,11 @@ class _Writer:
 
     def run(self, step: Any) -> None:
         if isinstance(step, Compute):
-            self._compute(step.op)
+            self._compute(step.op, step.over)
         else:
             self.values.pop(step.tensor, None)
 
-    def _compute(self, index: int) -> None:
+    def _compute(self, index: int, over: int) -> None:
         op, node = self.captured.graph.ops[index], self.captured.nodes[index]
         if node is None:
             return
@@ -219,6 +229,8 @@ class _Writer:
             target = replaying(target)
         elif again and ops.is_training_batch_norm(target, node.args):
             target = ops.batch_norm_again
+        if over >= 0:
+            target, kwargs = self._overwriting(node, over, kwargs)
         made = self.graph.call_function(target, args, kwargs)
         made.meta = {key: value for key, value in node.meta.items() if key != "from_node"}
         if isinstance(node.meta.get("val"), torch.Tensor):
@@ -234,6 +246,18 @@ class _Writer:
             item = self.graph.call_function(operator.getitem, (made, position))
             item.meta = dict(original.meta)
             self._bind(tensor, item)
+
+    def _overwriting(self, node: Node, over: int, kwargs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """The call's form that writes over tensor ``over``; whatever lies there is gone."""
+        first = self.captured.node_tensor.get(node.args[0]) == over  # type: ignore[arg-type]
+        form = ops.overwriting(node.target, first)
+        if form is None:
+            raise ScheduleError(f"{node.name} cannot overwrite its input: the schedule was not verified")
+        target, out = form
+        kwargs = {**kwargs, out: self.values[over]} if out else kwargs
+        for tensor in _lying_with(self.captured, over):
+            self.values.pop(tensor, None)
+        return target, kwargs
 
     def _bind(self, tensor: int, made: Node) -> None:
         self.values.setdefault(tensor, made)

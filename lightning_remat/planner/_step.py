@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from lightning_remat.capture import CapturedGraph, from_joint
+from lightning_remat.capture import PARTS, CapturedGraph, from_joint
 from lightning_remat.capture import _torch as internals
 from lightning_remat.cost import CostCache, cost_model
 from lightning_remat.errors import InfeasibleBudgetError, RematError
@@ -196,7 +196,7 @@ class ScheduledStep:
 
         self._progress("capturing")
         try:
-            compiled = internals.aot_backend(module, inputs, partition)
+            compiled = internals.aot_backend(module, inputs, partition, PARTS)
         except Exception as error:  # noqa: BLE001 - whatever torch raises: the graph runs as before, and the reason is said
             self._failed(f"{type(error).__name__}: {error}", error)
             return module.forward

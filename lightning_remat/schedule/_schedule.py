@@ -2,7 +2,9 @@
 
 A `Compute` step evaluates an op; all of its inputs must be present. Its outputs become present. Where an output is present
 already (an op with several outputs, evaluated again for one of them), the present one stays and the new one is given up as
-soon as the op is done. A `Free` step gives a tensor up; its storage is released with the last tensor that lies on it.
+soon as the op is done. With ``over``, the result takes the storage of that input, and every tensor on it is gone; the op must
+allow it, and the caller must not hold the input (nor must it come from the other side of the boundary: what the forward has
+saved may be asked for twice). A `Free` step gives a tensor up; its storage is released with the last tensor that lies on it.
 ``boundary`` steps run before the loss is handed to the caller, the others when the caller starts the backward.
 """
 
@@ -17,9 +19,10 @@ from lightning_remat.errors import ScheduleError
 
 
 class Compute(NamedTuple):
-    """Evaluate op ``op`` (an index into ``graph.ops``)."""
+    """Evaluate op ``op`` (an index into ``graph.ops``), on the storage of tensor ``over`` unless that is -1."""
 
     op: int
+    over: int = -1
 
 
 class Free(NamedTuple):
@@ -52,9 +55,8 @@ class Schedule:
         return Counter(step.op for step in self.steps if isinstance(step, Compute))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON: an op index for a compute step, ``-1 - tensor`` for a free step."""
-        codes = [step.op if isinstance(step, Compute) else -1 - step.tensor for step in self.steps]
-        return {"steps": codes, "boundary": self.boundary}
+        """Plain data, ready for JSON: an op index (or a pair with ``over``) for a compute step, ``-1 - tensor`` for a free."""
+        return {"steps": [_encoded(step) for step in self.steps], "boundary": self.boundary}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Schedule:
@@ -64,7 +66,18 @@ class Schedule:
             ScheduleError: for other data.
         """
         try:
-            steps = tuple(Compute(code) if code >= 0 else Free(-1 - code) for code in data["steps"])
-            return cls(steps, int(data["boundary"]))
+            return cls(tuple(_decoded(code) for code in data["steps"]), int(data["boundary"]))
         except (KeyError, TypeError, ValueError) as error:
             raise ScheduleError(f"not a schedule: {error!r}") from error
+
+
+def _encoded(step: Step) -> int | list[int]:
+    if isinstance(step, Free):
+        return -1 - step.tensor
+    return step.op if step.over < 0 else [step.op, step.over]
+
+
+def _decoded(code: int | list[int]) -> Step:
+    if isinstance(code, list):
+        return Compute(*code)
+    return Compute(code) if code >= 0 else Free(-1 - code)

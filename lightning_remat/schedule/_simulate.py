@@ -58,7 +58,7 @@ def simulate(graph: ComputationGraph, schedule: Schedule) -> Timeline:
         if index == schedule.boundary:
             saved = memory.cross_boundary()
         if isinstance(step, Compute):
-            during[index] = memory.compute(step.op)
+            during[index] = memory.compute(step.op, step.over)
             seconds += graph.ops[step.op].seconds
         else:
             during[index] = memory.held
@@ -117,14 +117,25 @@ class _Memory:
         if self.references[instance] == 0:
             self.held -= self.bytes[instance]
 
-    def compute(self, index: int) -> int:
-        """Evaluate an op; returns the bytes held while it runs."""
+    def _take(self, tensor: int) -> None:
+        """Everything that lies where ``tensor`` does is gone, and its bytes with it."""
+        instance = self.instance[tensor]
+        gone = [t for t, other in self.instance.items() if other == instance]
+        if self.references[instance] != len(gone):
+            raise ScheduleError(f"{self.graph.tensors[tensor].name} is overwritten while the caller holds it")
+        for t in gone:
+            self._drop(self.instance.pop(t))
+
+    def compute(self, index: int, over: int) -> int:
+        """Evaluate an op, on the storage of tensor ``over`` unless that is -1; returns the bytes held while it runs."""
         graph, op = self.graph, self.graph.ops[index]
         lies_on: dict[int, int] = {}
         for t in op.inputs:
             if t not in self.instance:
                 raise ScheduleError(f"{op.name} reads {graph.tensors[t].name}, which is not present")
             lies_on[graph.tensors[t].storage] = self.instance[t]
+        if over >= 0:
+            self._take(over)
         surplus: list[int] = []
         for t in op.outputs:
             storage = graph.tensors[t].storage

@@ -10,7 +10,9 @@ Rules, in the order in which they are checked at each step:
 6. once a storage has been mutated, no op that read it before the mutation in the captured order runs again;
 7. when the forward ends, all of its outputs are present and every random or mutating op of the forward has run;
 8. when the step ends, all gradients are present;
-9. at no moment is more memory held than the budget.
+9. an op overwrites only what it declares, that the caller does not hold and that was made on this side of the boundary;
+   every tensor there is gone afterwards;
+10. at no moment is more memory held than the budget.
 """
 
 from __future__ import annotations
@@ -123,6 +125,17 @@ def verify(graph: ComputationGraph, schedule: Schedule, budget_bytes: int | None
                 copies[storage] = (storage, number)
                 fresh.add(copies[storage])
         made = sum(graph.storages[storage] for storage, _ in fresh)
+        if step.over >= 0:
+            if step.over not in op.overwritable:
+                raise ScheduleError(f"step {number}: {op.name} may not overwrite {names[step.over]}")
+            copy = where[step.over]
+            if copy in kept_by_caller or copy[1] < (schedule.boundary if number >= schedule.boundary else 0):
+                raise ScheduleError(
+                    f"step {number}: {op.name} overwrites {names[step.over]}, which the caller holds or the forward saved"
+                )
+            for t in [t for t, lies_on in where.items() if lies_on == copy]:
+                del where[t]
+            current -= graph.storages[copy[0]]
         account(number, op.name, current + made + op.workspace_bytes)
         for t in op.outputs:
             where.setdefault(t, copies[graph.tensors[t].storage])

@@ -1,8 +1,9 @@
 """The method "milp": Checkmate's program (`_stages`), on the problem itself where it is small enough, coarsened otherwise.
 
-CBC solves a few dozen ops to the optimum. Above ``max_ops`` nodes the problem is coarsened first (`coarsen`): then neither the
-answer nor the program's bound says anything exact about the problem, so no bound of its own is reported, and "infeasible"
-means infeasible for that coarsening.
+The program gives every result memory of its own, though some may take an input's. CBC solves a few dozen ops to the
+optimum. Above ``max_ops`` nodes the problem is coarsened first (`coarsen`): then neither the answer nor the program's bound
+says anything exact about the problem, so no bound of its own is reported, and "infeasible" means infeasible for that
+coarsening.
 """
 
 from __future__ import annotations
@@ -45,14 +46,15 @@ def milp(
         return Answer(once(problem), Status.OPTIMAL)
     if len(problem) <= max_ops:
         result = solve_stages(problem, budget_bytes, gap=gap, deadline=deadline, solver=solver, start=start)
+        scope = f"{CAPTURED_ORDER}, each result in memory of its own" if any(problem.overwrites) else CAPTURED_ORDER
         if result.sequence is None:
-            return Answer(None, result.status, result.lower_bound_seconds, CAPTURED_ORDER, notes=result.notes)
+            return Answer(None, result.status, result.lower_bound_seconds, scope, notes=result.notes)
         # Eq. 8a evaluates every node in its own stage, even where it is not needed yet: outside eq. 9 it may wait.
         sequence = drop_unused(problem, result.sequence)
         if result.status is not Status.OPTIMAL:
             sequence = keep_longer(problem, sequence, budget_bytes, deadline)
         bound = min(result.lower_bound_seconds, problem.evaluate(sequence).seconds)
-        return Answer(sequence, result.status, bound, CAPTURED_ORDER, notes=result.notes)
+        return Answer(sequence, result.status, bound, scope, notes=result.notes)
     return _solve_coarsened(problem, budget_bytes, coarsen(problem, coarsen_to), gap, deadline, solver, start)
 
 

@@ -55,6 +55,7 @@ class PlainProblem:
         finals: values that must exist at the end (gradients).
         base_bytes: held all through the step.
         forward_extra_bytes: held until the boundary, beside.
+        overwrites: values whose memory each node's result may take where they die.
     """
 
     reads: list[tuple[int, ...]]
@@ -73,6 +74,7 @@ class PlainProblem:
     finals: tuple[int, ...]
     base_bytes: int
     forward_extra_bytes: int
+    overwrites: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.reads)
@@ -158,6 +160,31 @@ class PlainProblem:
         for v in self.tangents:
             last[v] = max(position - 1, 0)  # a tangent that nobody reads is given up at once
 
+    def taken(self, sequence: NodeSequence, frees: list[list[int]]) -> dict[int, int]:
+        """By position, the value whose memory the result there takes: one that dies there, made on the same side.
+
+        Args:
+            sequence: the sequence.
+            frees: its `last_uses`.
+        """
+        found: dict[int, int] = {}
+        overwrites, writes, boundary = self.overwrites, self.writes, sequence.boundary
+        if not any(overwrites):
+            return found
+        made = [-1] * len(self.nbytes)
+        for position, node in enumerate(sequence.nodes):
+            if overwrites[node]:
+                since = boundary if position >= boundary else 0
+                for v in overwrites[node]:
+                    if made[v] >= since and v in frees[position + 1]:
+                        if position + 1 == boundary and v in self.forward_transient:
+                            continue  # it is needed at the crossing itself
+                        found[position] = v
+                        break
+            for v in writes[node]:
+                made[v] = position
+        return found
+
     def evaluate(self, sequence: NodeSequence) -> Evaluation:
         """Peak and time of ``sequence`` with every value freed after its last use."""
         memory = self.memory(sequence)
@@ -168,6 +195,7 @@ class PlainProblem:
     def memory(self, sequence: NodeSequence) -> list[int]:
         """Bytes held while the node at each position runs."""
         frees = self.last_uses(sequence)
+        taken = self.taken(sequence, frees)
         nbytes, writes, workspace = self.nbytes, self.writes, self.workspace
         held = self.base_bytes + self.forward_extra_bytes
         profile: list[int] = []
@@ -176,7 +204,8 @@ class PlainProblem:
                 held += sum([nbytes[v] for v in self.tangents]) - self.forward_extra_bytes
             for v in writes[node]:
                 held += nbytes[v]
-            profile.append(held + workspace[node])
+            now = held + workspace[node]
+            profile.append(now - nbytes[taken[position]] if position in taken else now)
             for v in frees[position + 1]:
                 held -= nbytes[v]
         return profile
@@ -223,6 +252,10 @@ class Problem(PlainProblem):
             self.reads.append(tuple(dict.fromkeys(value_of[s] for s in read if s not in held)))
             fresh = dict.fromkeys(graph.tensors[t].storage for t in op.outputs)
             self.writes.append(tuple(value(s, node) for s in fresh if s not in value_of and s not in held))
+        self.overwrites: list[tuple[int, ...]] = [
+            tuple(value_of[s] for s in (graph.tensors[t].storage for t in graph.ops[i].overwritable) if s not in held)
+            for i in self.ops
+        ]
         self.seconds = [graph.ops[i].seconds for i in self.ops]
         self.workspace = [graph.ops[i].workspace_bytes for i in self.ops]
         self.random = [graph.ops[i].random for i in self.ops]
@@ -286,6 +319,7 @@ class Problem(PlainProblem):
         """The schedule over ops and tensors: views where they are used, frees as early as they can be."""
         graph = self.graph
         frees = self.last_uses(sequence)
+        taken = self.taken(sequence, frees)
         steps: list[Step] = []
         present: set[int] = {t for t in graph.inputs if graph.tensors[t].role is not TensorRole.TANGENT}
         kept_by_caller = set(self.forward_outputs)
@@ -328,7 +362,12 @@ class Problem(PlainProblem):
                 boundary = cross()
             op = graph.ops[self.ops[node]]
             made = [m for t in op.inputs for m in show(t)]
-            steps.append(Compute(self.ops[node]))
+            over = -1
+            if position in taken:
+                storage = self.storage[taken[position]]
+                over = next(t for t in op.overwritable if graph.tensors[t].storage == storage)
+                present -= {t for t in present if graph.tensors[t].storage == storage}
+            steps.append(Compute(self.ops[node], over))
             present.update(op.outputs)
             give_up(made)
             gone = frees[position + 1]

@@ -96,6 +96,7 @@ class _Lives:
         self.nodes = list(sequence.nodes)
         self.end = len(self.nodes)
         self.memory: npt.NDArray[np.int64] = np.array(problem.memory(sequence), dtype=np.int64)
+        self.taken = problem.taken(sequence, problem.last_uses(sequence))
         self.runs: list[list[int]] = [[] for _ in problem.reads]
         self.uses: list[list[int]] = [[] for _ in problem.nbytes]
         self.outputs = frozenset(problem.forward_outputs)
@@ -197,7 +198,14 @@ class _Lives:
         longer[self.memory[low:position] == _GONE] = _GONE
         if longer.size and int(longer.max()) > budget_bytes:
             return False
+        own = self._no_longer_taken(node, position, gaps)
+        for at in own:
+            held = int(longer[at - low]) if low <= at < position else int(self.memory[at])
+            if held + problem.nbytes[self.taken[at]] > budget_bytes:
+                return False
         self.memory[low:position] = longer
+        for at in own:
+            self.memory[at] += problem.nbytes[self.taken.pop(at)]
         unread = [(node, position)]
         while unread:
             reader, at = unread.pop()
@@ -210,6 +218,20 @@ class _Lives:
                 self._forget_use(v, at)
             unread += [(p, made) for p, made in sources if made is not None and not self._is_read(p, made)]
         return True
+
+    def _no_longer_taken(self, node: int, position: int, gaps: list[tuple[int, int]]) -> list[int]:
+        """Where results need memory of their own once the evaluation at ``position`` is taken out.
+
+        A value that is held longer is not taken where it used to die; one that comes from the forward then, not at all.
+        """
+        before, after = self.around(node, position)
+        found = [last for v, last in gaps if self.taken.get(last) == v and not self.is_gone(last)]
+        if before < self.boundary <= position:
+            for v in self.problem.writes[node]:
+                last = self.last_use(v, position, after)
+                if self.taken.get(last) == v and not self.is_gone(last):
+                    found.append(last)
+        return found
 
     def _is_read(self, node: int, position: int) -> bool:
         """Whether the evaluation at ``position`` must stay (one that is gone need not)."""

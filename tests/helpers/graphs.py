@@ -24,11 +24,17 @@ def unit_chain(layers: int) -> ComputationGraph:
 
 
 def random_graph(
-    seed: int, forward_ops: int = 6, backward_ops: int = 6, *, multi_output: bool = True
+    seed: int,
+    forward_ops: int = 6,
+    backward_ops: int = 6,
+    *,
+    multi_output: bool = True,
+    overwriting: bool = True,
 ) -> ComputationGraph:
     """A random training-like graph: inputs, forward ops, a loss handed out, tangent, backward ops, gradients.
 
-    Some ops are views, have two outputs, are random or not recomputable; costs and sizes vary, zeros included.
+    Some ops are views, have two outputs, are random or not recomputable, or (with ``overwriting``) may overwrite an input;
+    costs and sizes vary, zeros included.
     """
     rng = random.Random(seed)
     tensors: list[Tensor] = []
@@ -46,6 +52,14 @@ def random_graph(
     forward: list[int] = []
     inputs = list(parameters)
 
+    def overwritable(chosen: list[int]) -> tuple[int, ...]:
+        """Inputs alone on their storage, of the size of the first of them."""
+        read = [tensors[t].storage for t in chosen]
+        alone = [
+            t for t in chosen if read.count(tensors[t].storage) == 1 and tensors[t].role is TensorRole.INTERMEDIATE
+        ]
+        return tuple(t for t in alone if storages[tensors[t].storage] == storages[tensors[alone[0]].storage])
+
     def add(pool: list[int], phase: Phase, must: int | None = None) -> None:
         chosen = rng.sample(pool, min(len(pool), rng.randint(1, 3)))
         if must is not None and must not in chosen:
@@ -55,7 +69,10 @@ def random_graph(
             outputs = (tensor(None, storage=tensors[chosen[0]].storage),)
             ops.append(Op(f"view{len(ops)}", "view", (chosen[0],), outputs, phase))
         else:
-            outputs = tuple(tensor(rng.randint(0, 6)) for _ in range(2 if multi_output and kind > 0.7 else 1))
+            count = 2 if multi_output and kind > 0.7 else 1
+            over = overwritable(chosen) if overwriting and count == 1 and rng.random() < 0.6 else ()
+            size = storages[tensors[over[0]].storage] if over else None
+            outputs = tuple(tensor(rng.randint(0, 6) if size is None else size) for _ in range(count))
             ops.append(
                 Op(
                     f"op{len(ops)}",
@@ -67,6 +84,7 @@ def random_graph(
                     workspace_bytes=rng.choice([0, 0, 0, 2]),
                     random=phase is Phase.FORWARD and rng.random() < 0.1,
                     recomputable=rng.random() > 0.1,
+                    overwritable=over,
                 )
             )
         pool.extend(outputs)
