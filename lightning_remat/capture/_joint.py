@@ -12,6 +12,7 @@ import torch
 import torch.fx
 
 from lightning_remat.capture import _ops
+from lightning_remat.capture._autocast import NO_AUTOCAST, Autocast, share_casts
 from lightning_remat.capture._call import OpCall, TensorSpec
 from lightning_remat.capture._torch import HigherOrderOperator, OpOverload, hint
 from lightning_remat.errors import CaptureError
@@ -90,6 +91,7 @@ def from_joint(
     static_inputs: Sequence[int] = (),
     parameters: Sequence[bool] = (),
     name: str = "",
+    autocast: Autocast = NO_AUTOCAST,
 ) -> CapturedGraph:
     """Read a joint graph.
 
@@ -99,11 +101,13 @@ def from_joint(
         static_inputs: positions of the primals that are parameters or buffers.
         parameters: for each primal, whether it is a parameter (missing ones are told apart by ``static_inputs`` alone).
         name: of the graph, for people.
+        autocast: what autocast did while the graph was captured.
 
     Raises:
         CaptureError: for a graph that holds something that cannot be scheduled, such as an op that overwrites its inputs.
     """
     _drop_detach(module.graph)
+    share_casts(module.graph, num_fwd_outputs, autocast)
     _split_dropout(module.graph)
     _free_running_statistics(module.graph)
     _compact_losses(module.graph)

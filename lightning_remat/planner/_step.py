@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from lightning_remat.capture import PARTS, CapturedGraph, from_joint
+from lightning_remat.capture import PARTS, Autocast, CapturedGraph, from_joint
 from lightning_remat.capture import _torch as internals
 from lightning_remat.cost import CostCache, cost_model
 from lightning_remat.errors import InfeasibleBudgetError, RematError
@@ -166,6 +166,7 @@ class ScheduledStep:
     def _backend(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         parameters = [isinstance(value, torch.nn.Parameter) for value in inputs]
         planned: list[int] = []
+        autocast = Autocast.around(module)
 
         def partition(
             joint: torch.fx.GraphModule,
@@ -181,6 +182,7 @@ class ScheduledStep:
                 static_inputs=static_lifetime_input_indices or (),
                 parameters=parameters,
                 name=self.name,
+                autocast=autocast,
             )
             try:
                 with internals.real_tensors(), internals.threads_kept():

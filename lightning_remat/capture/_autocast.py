@@ -1,0 +1,131 @@
+"""Autocast's cache of weights, in a joint graph.
+
+Eager autocast casts a parameter once in a region and uses that copy everywhere there, so the gradients of its uses are added
+in the low precision. AOTAutograd casts the parameter for every use, and adds in float32: other bits, where a parameter is
+used more than once. Here the casts become one again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+import torch.fx
+
+from lightning_remat.errors import CaptureError
+
+Node = torch.fx.Node
+aten = torch.ops.aten
+
+
+@dataclasses.dataclass(frozen=True)
+class Autocast:
+    """Autocast while a graph runs.
+
+    Attributes:
+        cached: dtypes that parameters are cast to, once in a region.
+        regions: how many there are, each with a cache of its own.
+    """
+
+    cached: frozenset[torch.dtype] = frozenset()
+    regions: int = 0
+
+    @classmethod
+    def around(cls, module: torch.fx.GraphModule) -> Autocast:
+        """What is on now, around a captured forward, or is entered in it."""
+        on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        if on:  # regions inside have no cache of their own
+            dtypes = {torch.get_autocast_dtype(kind) for kind in on} if torch.is_autocast_cache_enabled() else set()
+            return cls(frozenset(dtypes), regions=1)
+        depth, dtypes, regions = 0, set(), 0
+        for node in module.graph.nodes:
+            if node.target is torch.amp.autocast_mode._enter_autocast:
+                kind, dtype, enabled, cache = node.args
+                regions += depth == 0
+                depth += 1
+                if enabled and cache is not False:
+                    dtypes.add(dtype or torch.get_autocast_dtype(kind))
+            elif node.target is torch.amp.autocast_mode._exit_autocast:
+                depth -= 1
+        return cls(frozenset(dtypes), regions)
+
+
+NO_AUTOCAST = Autocast()
+
+
+def share_casts(graph: torch.fx.Graph, forward_outputs: int, autocast: Autocast) -> None:
+    """One cast for each parameter, and its gradients added as eager adds them.
+
+    Args:
+        graph: the joint graph, rewritten in place.
+        forward_outputs: how many of its outputs are the forward's.
+        autocast: what autocast did while the graph was captured.
+
+    Raises:
+        CaptureError: where a parameter is used several times and eager's way cannot be told from the graph.
+    """
+    cached, regions = autocast.cached, autocast.regions
+    if not cached:
+        return
+    output = graph.output_node()
+    gradients: Sequence[Node | None] = output.args[0][forward_outputs:]  # type: ignore[index, assignment]
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    for primal, gradient in zip(placeholders, gradients, strict=False):
+        casts = [u for u in primal.users if u.target is aten._to_copy.default and u.kwargs.get("dtype") in cached]
+        if gradient is None or len(casts) < 2 or primal.meta["val"].dtype != torch.float32:
+            continue
+        leaves = _added(gradient)
+        low = [leaf for leaf in leaves if _raised(leaf) in cached]
+        if regions > 1 or len(low) != len(casts):
+            raise CaptureError(
+                f"{primal.name} is used {len(casts)} times under autocast, in {regions} regions, and how eager adds up its "
+                "gradients is not known; torch.autocast(..., cache_enabled=False) has no such question"
+            )
+        first = casts[0]
+        for cast in casts[1:]:
+            cast.replace_all_uses_with(first)
+            graph.erase_node(cast)
+        _add_in_low_precision(graph, gradient, leaves, low)
+
+
+def _added(gradient: Node) -> list[Node]:
+    """What the engine has added up, in its order: ``((a + b) + c) + ...``."""
+    later: list[Node] = []
+    while gradient.target is aten.add.Tensor and not gradient.kwargs and isinstance(gradient.args[1], Node):
+        later.append(gradient.args[1])
+        gradient = gradient.args[0]  # type: ignore[assignment]
+    return [gradient, *reversed(later)]
+
+
+def _raised(node: Node) -> torch.dtype | None:
+    """The dtype that a cast to float32 comes from."""
+    if node.target is aten._to_copy.default and node.kwargs.get("dtype") is torch.float32:
+        source = node.args[0]
+        dtype: torch.dtype = source.meta["val"].dtype  # type: ignore[union-attr]
+        return dtype
+    return None
+
+
+def _add_in_low_precision(graph: torch.fx.Graph, gradient: Node, leaves: list[Node], low: list[Node]) -> None:
+    """The engine adds up what reaches the one cast, and casts the sum where the cast's turn comes: with the first use's."""
+
+    def added(a: Node, b: Node, after: Node) -> Node:
+        with graph.inserting_after(after):
+            node = graph.call_function(aten.add.Tensor, (a, b))
+        node.meta = dict(b.meta)
+        return node
+
+    total: Node = low[0].args[0]  # type: ignore[assignment]
+    for leaf in low[1:]:
+        source: Node = leaf.args[0]  # type: ignore[assignment]
+        total = added(total, source, source)
+    last = low[-1]
+    last.update_arg(0, total)
+    terms = [leaf for leaf in leaves if leaf not in low or leaf is last]
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    whole = terms[0]
+    for term in terms[1:]:
+        whole = added(whole, term, max(whole, term, key=position.__getitem__))
+        position = {node: i for i, node in enumerate(graph.nodes)}
+    gradient.replace_all_uses_with(whole)  # what nothing reads any more is left behind, and not scheduled
