@@ -30,6 +30,7 @@ from lightning_remat.cost._device_spec import cuda_spec_name
 from lightning_remat.cost._fingerprint import fingerprint
 from lightning_remat.cost._indices import index_bounds
 from lightning_remat.cost._materialize import materialize, tensor
+from lightning_remat.cost._timing import NEIGHBOURS_BYTES
 from lightning_remat.errors import ConfigError
 
 aten = torch.ops.aten
@@ -169,7 +170,7 @@ def test_profile_takes_the_memory_of_one_op_at_a_time(tmp_path: Path, warnings_l
     for event in sorted(changes, key=lambda e: e.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
-    assert 50 * MIB <= peak <= 51 * MIB
+    assert 50 * MIB <= peak <= 51 * MIB + NEIGHBOURS_BYTES
     # A second profiler would have ended this one: workspaces are left out, and the user is told.
     assert all(cost.seconds > 0 and cost.workspace_bytes == 0 for cost in costs)
     assert ["profiler" in record.message for record in warnings_logged] == [True]

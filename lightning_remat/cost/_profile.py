@@ -35,7 +35,8 @@ def profile(
     """Time and workspace of every call, measured on ``device``.
 
     Each distinct call (by `OpCall.key`) is measured once, on tensors made for it, and everything it held is dropped
-    before the next: the memory needed is that of the largest single op, so a step that does not fit can be profiled.
+    before the next: the memory needed is that of the largest single op (and on the CPU 16 MiB, see `seconds_of`), so a
+    step that does not fit can be profiled.
     The user's random numbers stay as they are, on the CPU and on ``device``. Gradients and autocast are off. On CUDA
     the device's peak memory statistics are reset, and cached blocks are given back at the end.
 

@@ -31,7 +31,7 @@ def seconds_of(run: Callable[[], object], device: torch.device) -> float:
 
 
 def _seconds_on_cpu(run: Callable[[], object]) -> float:
-    """The fastest of a few calls, the first of which warms up.
+    """The fastest of a few calls, the first of which warms up, each after `NEIGHBOURS_BYTES` have been written.
 
     Whatever else runs on the processor can only add to a call's time, and on a shared one it adds whole time slices (a
     parallel kernel waits for its slowest thread), often to more than half of the calls. So no mean, and no median.
