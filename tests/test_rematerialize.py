@@ -322,7 +322,7 @@ class TestCaptures:
                 assert torch.equal(step(inputs()), module(inputs()))
         assert [w.category for w in caught] == [RematWarning]
         assert "for the same shapes" in str(caught[0].message)
-        assert step.runs == [MOST_CAPTURES + 1]  # captured every time, planned once
+        assert step.runs == (MOST_CAPTURES + 1,)  # captured every time, planned once
 
     def test_a_branch_on_data_trains_exactly_in_parts(self, capfd: pytest.CaptureFixture[str]) -> None:
         def forward(self: Net, x: torch.Tensor) -> torch.Tensor:

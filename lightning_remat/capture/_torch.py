@@ -3,7 +3,8 @@
 What is used and why:
 
 * ``aot_autograd`` with ``partition_fn``: AOTAutograd hands over the joint forward-backward graph, and runs what it gets back.
-* ``FakeTensor`` helpers: planning runs real operations in the middle of fake tracing.
+* ``FakeTensor`` helpers: planning runs real operations in the middle of fake tracing, and a network larger than the memory
+  is captured as a fake one.
 * ``py_kernels`` of ops: AOTAutograd decomposes some ops (``upsample_bilinear2d``, ``dropout``, ``lstm``) although no
   decompositions are asked for; the decomposed op has other bits and another speed than eager. They are kept whole.
 * ``FakeTensorMode._dispatch_impl``: some fake results have other strides than the real ones (see ``_layouts``).
@@ -49,6 +50,7 @@ __all__ = [
     "capture_failures",
     "compile_frame",
     "dynamo_counters",
+    "fake_tensors",
     "hint",
     "on_double_backward",
     "real_layouts",
@@ -131,6 +133,11 @@ def real_layouts() -> Iterator[None]:
     finally:
         FakeTensorMode._dispatch_impl = original  # type: ignore[method-assign]
         FakeTensorMode.cache_clear()
+
+
+def fake_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Tensors made inside have shapes, types and devices, and no memory: a network of any size can be captured."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def real_tensors() -> contextlib.AbstractContextManager[Any]:

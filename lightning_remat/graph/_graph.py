@@ -321,7 +321,9 @@ class ComputationGraph:
                 name=data["name"],
                 device=data["device"],
             )
-        except (KeyError, TypeError) as error:
+        except GraphError:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
             raise GraphError(f"a computation graph with a missing or malformed field: {error!r}") from error
 
     def save(self, path: str | Path) -> None:
@@ -348,6 +350,8 @@ def _check(graph: ComputationGraph) -> None:
     if graph.resident_bytes < 0 or graph.forward_resident_bytes < 0:
         raise GraphError("resident bytes cannot be negative")
     for index, nbytes in enumerate(graph.storages):
+        if not isinstance(nbytes, int):
+            raise GraphError(f"storage {index} has {nbytes!r} bytes: a whole number is needed")
         if nbytes < 0:
             raise GraphError(f"storage {index} has a negative size: {nbytes} bytes")
     phases = [op.phase is Phase.BACKWARD for op in graph.ops]

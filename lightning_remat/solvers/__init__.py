@@ -3,22 +3,57 @@
 ``solve(graph, budget_bytes, method=...)`` runs any of them; ``available()`` lists them.
 """
 
-from lightning_remat.solvers import _auto, _chen, _greedy, _milp, _no_remat, _treewidth  # registers the methods
+from lightning_remat.solvers import (  # registers the methods
+    _auto,
+    _checkpointing,
+    _chen,
+    _greedy,
+    _greedy_xla,
+    _griewank,
+    _h_ilp,
+    _hiremate,
+    _lp_rounding,
+    _milp,
+    _moccasin,
+    _no_remat,
+    _pathwidth,
+    _rk_checkmate,
+    _rotor,
+    _treewidth,
+    _unpartitioned,
+)
 from lightning_remat.solvers._auto import find_smallest
+from lightning_remat.solvers._batch_size import (
+    BatchSize,
+    Trial,
+    extrapolated_batch_size,
+    linear_in_batch,
+    max_batch_size,
+    one_extra_forward,
+)
+from lightning_remat.solvers._partition import partitioners, register_partitioner
 from lightning_remat.solvers._problem import Evaluation, NodeSequence, Problem
 from lightning_remat.solvers._registry import Answer, available, options_of, register, solve
 from lightning_remat.solvers._solution import Solution, Status
 
 __all__ = [
     "Answer",
+    "BatchSize",
     "Evaluation",
     "NodeSequence",
     "Problem",
     "Solution",
     "Status",
+    "Trial",
     "available",
+    "extrapolated_batch_size",
     "find_smallest",
+    "linear_in_batch",
+    "max_batch_size",
+    "one_extra_forward",
     "options_of",
+    "partitioners",
     "register",
+    "register_partitioner",
     "solve",
 ]

@@ -1,4 +1,7 @@
-"""No rematerialization: every op once, in the captured order (Checkmate's "checkpoint all", Table 1)."""
+"""No rematerialization: every op once, in the captured order.
+
+It is NoRemat in Kumar et al. 2019 (section 4) and "checkpoint all" in Checkmate (Jain et al. 2020, Table 1).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from lightning_remat.solvers._registry import Answer, register
 from lightning_remat.solvers._solution import Status
 
 
+@register("checkpoint_all")
 @register("no_remat")
 def no_remat(problem: Problem, budget_bytes: int, *, deadline: float) -> Answer:
     """Evaluate every op once and free every tensor after its last use."""

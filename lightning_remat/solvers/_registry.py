@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from lightning_remat.errors import BudgetError, SolverError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.schedule import verify
+from lightning_remat.solvers import _plugins
 from lightning_remat.solvers._problem import NodeSequence, Problem
 from lightning_remat.solvers._prune import required
 from lightning_remat.solvers._solution import Solution, Status
@@ -49,6 +50,9 @@ class Algorithm(Protocol):
 
 _REGISTRY: dict[str, Callable[..., Answer]] = {}
 
+ENTRY_POINTS = "lightning_remat.solvers"
+"""Group of the entry points by which other packages add algorithms (see `_plugins`)."""
+
 
 def register(name: str) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
     """Decorator that adds an algorithm to the registry under ``name``.
@@ -67,15 +71,15 @@ def register(name: str) -> Callable[[Callable[..., Answer]], Callable[..., Answe
 
 
 def available() -> tuple[str, ...]:
-    """Names of all registered methods."""
-    return tuple(sorted(_REGISTRY))
+    """Names of all registered methods, and of those that other packages offer through an entry point."""
+    return tuple(sorted(_plugins.names(ENTRY_POINTS).union(_REGISTRY)))
 
 
 def options_of(method: str) -> Mapping[str, Any]:
     """Option names of a method, with their defaults.
 
     Raises:
-        SolverError: for an unknown method.
+        SolverError: for an unknown method, or another package's that cannot be loaded.
     """
     parameters = inspect.signature(_algorithm(method)).parameters
     return {
@@ -86,6 +90,12 @@ def options_of(method: str) -> Mapping[str, Any]:
 
 
 def _algorithm(method: str) -> Callable[..., Answer]:
+    if method not in _REGISTRY and method in _plugins.names(ENTRY_POINTS):
+        offered = _plugins.load(ENTRY_POINTS, method)
+        if method not in _REGISTRY:  # importing it may have registered it
+            if not callable(offered):
+                raise SolverError(f"{method!r} ({ENTRY_POINTS}) is a {type(offered).__name__}, not a function")
+            register(method)(offered)
     try:
         return _REGISTRY[method]
     except KeyError:
@@ -112,7 +122,7 @@ def solve(
         A `Solution`; its schedule has passed `verify` at this budget.
 
     Raises:
-        SolverError: for an unknown method or option.
+        SolverError: for an unknown method or option, or another package's method that cannot be loaded.
         BudgetError: for a budget that is not a positive whole number of bytes, or a time limit that is not positive.
     """
     if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes <= 0:
@@ -128,6 +138,8 @@ def solve(
     started = time.monotonic()
     problem = Problem(graph)
     answer = algorithm(problem, budget_bytes, deadline=started + time_limit, **options)
+    if not isinstance(answer, Answer):  # the type checker cannot see into other packages
+        raise SolverError(f"solver {method!r} returned a {type(answer).__name__}, not an Answer")
     return solution_of(graph, problem, answer, budget_bytes, method, dict(known, **options), started)
 
 

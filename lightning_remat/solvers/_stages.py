@@ -25,8 +25,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import heapq
 import math
 import time
+from collections.abc import Collection, Sequence
 from functools import reduce
 from typing import TypeAlias
 
@@ -69,16 +71,19 @@ def solve_stages(
     Raises:
         SolverError: when the solver's answer breaks the program's own memory accounting (a defect, not bad luck).
     """
-    for node in required(problem):
-        if alone_bytes(problem, node) > budget_bytes:
-            note = f"{problem.name(node)} alone needs {alone_bytes(problem, node):,} bytes"
-            return StagesResult(None, Status.INFEASIBLE, 0.0, (note,))
+    if note := too_large(problem, budget_bytes):
+        return StagesResult(None, Status.INFEASIBLE, 0.0, (note,))
     best = best_start(problem, budget_bytes, start)
-    with contextlib.closing(_Program(problem, budget_bytes, solver)) as program:
-        return _solve(program, best, gap, deadline)
+    with contextlib.closing(Program(problem, budget_bytes, solver)) as program:
+        return solve_program(program, best, gap, deadline)
 
 
-def _solve(program: _Program, best: NodeSequence | None, gap: float, deadline: float) -> StagesResult:
+def solve_program(program: Program, best: NodeSequence | None, gap: float, deadline: float) -> StagesResult:
+    """Solve a program of stages, from a sequence within its budget if there is one.
+
+    Raises:
+        SolverError: when the solver's answer breaks the program's own memory accounting (a defect, not bad luck).
+    """
     problem, budget_bytes = program.problem, program.budget_bytes
     if best is not None:
         program.begin_at(best)
@@ -122,6 +127,14 @@ def alone_bytes(problem: PlainProblem, node: int) -> int:
     return problem.base_bytes + own + problem.workspace[node]
 
 
+def too_large(problem: PlainProblem, budget_bytes: int) -> str:
+    """Names a node that every schedule evaluates and that does not fit the budget alone; "" without one."""
+    for node in required(problem):
+        if alone_bytes(problem, node) > budget_bytes:
+            return f"{problem.name(node)} alone needs {alone_bytes(problem, node):,} bytes"
+    return ""
+
+
 # -- sequences and the matrix R -------------------------------------------------------------------------------------------
 
 
@@ -152,6 +165,55 @@ def to_stages(problem: PlainProblem, sequence: NodeSequence) -> Stages:
     return stages
 
 
+def fill_computations(problem: PlainProblem, checkpoints: Sequence[Collection[int]]) -> Stages:
+    """The rows of R with the fewest ones for given rows of S: the two correction loops of Algorithm 2 (section 5.2).
+
+    Args:
+        problem: the problem.
+        checkpoints: for each stage, and for the end after all, the values to be held into it. What the caller takes at the
+            boundary and the gradients at the end count whether listed or not. A value of a node that may run once cannot be
+            made again: where one is needed, it is held from its evaluation on.
+    """
+    count, boundary, producer = len(problem), problem.boundary, problem.producer
+    held = [set(values) for values in checkpoints]
+    must = {boundary: {*problem.forward_outputs, *problem.forward_transient}}
+    must[count] = must.get(count, set()) | set(problem.finals)
+    outputs = frozenset(problem.forward_outputs)
+    stages: Stages = [set() for _ in problem.reads]
+    for node in required(problem):
+        stages[node].add(node)  # eq. 8a
+
+    def is_missing(value: int, stage: int) -> bool:
+        if value in held[stage] or (value in outputs and stage >= boundary):
+            return False
+        return producer[value] not in stages[stage]
+
+    def supply(value: int, stage: int) -> int:
+        """Make ``value`` exist in ``stage``: returns the node that is evaluated there for it, -1 for none."""
+        node = producer[value]
+        if node < 0 or not (problem.recomputable[node] or node == stage):
+            for later in range(boundary if node < 0 else node + 1, stage + 1):
+                held[later].add(value)
+            return -1
+        stages[stage].add(node)
+        return node
+
+    for stage in range(1, count + 1):
+        for v in held[stage] | must.get(stage, set()):
+            if is_missing(v, stage - 1) and not (producer[v] < 0 and stage == boundary):  # eq. 1c violated
+                supply(v, stage - 1)
+    for stage in range(count):
+        waiting = [-node for node in stages[stage]]  # in reverse topological order
+        heapq.heapify(waiting)
+        while waiting:
+            for v in problem.reads[-heapq.heappop(waiting)]:
+                if is_missing(v, stage):  # eq. 1b violated
+                    node = supply(v, stage)
+                    if node >= 0:
+                        heapq.heappush(waiting, -node)
+    return stages
+
+
 def best_start(problem: PlainProblem, budget_bytes: int, start: NodeSequence | None) -> NodeSequence | None:
     """The fastest sequence within the budget among ``start`` and a few checkpointed ones, in the form of stages."""
     options = [start] if start is not None else []
@@ -175,7 +237,7 @@ Expression: TypeAlias = "mip.LinExpr | mip.Var | float"
 Scaled: TypeAlias = "tuple[float, Expression]"
 
 
-class _Program:
+class Program:
     """Eq. 9 for one problem and budget. Bytes and seconds are scaled so that the numbers stay near one."""
 
     def __init__(self, problem: PlainProblem, budget_bytes: int, solver: str) -> None:
@@ -183,10 +245,10 @@ class _Program:
         headroom = budget_bytes - problem.base_bytes
         sizes = [*problem.nbytes, *problem.workspace, problem.forward_extra_bytes]
         divisor = reduce(math.gcd, sizes, 0) or 1
-        exact = headroom // divisor <= 100_000
+        self.exact = headroom // divisor <= 100_000
         # Either the sizes' common divisor, with which everything is a small whole number, or a share of the budget.
-        self.unit_bytes: float = divisor if exact else headroom / 10_000
-        self.limit = headroom // divisor if exact else 10_000.0
+        self.unit_bytes: float = divisor if self.exact else headroom / 10_000
+        self.limit = self._limit(budget_bytes)
         self.tolerance_bytes = 1e-4 * self.unit_bytes * len(problem)
         positive = [s for s in problem.seconds if s > 0]
         self.unit_seconds = sum(positive) / len(positive) if positive else 1.0
@@ -197,12 +259,22 @@ class _Program:
         self.outputs = frozenset(problem.forward_outputs)
         self.transient = frozenset(problem.forward_transient)
         self.finals = frozenset(problem.finals)
+        self.first_stage = self._first_stages()
         self.last_stage = self._last_useful_stages()
         self._add_computations()
         self._add_retention()
-        self.usage: list[tuple[mip.Var, float, Term, float]] = []
+        self.usage: list[tuple[mip.Var, float, Term, float, mip.Constr | None]] = []
         for stage in range(len(problem)):
             self._add_stage(stage)
+
+    def _limit(self, budget_bytes: int) -> float:
+        """What a budget leaves beside ``base_bytes``, in the program's unit."""
+        headroom = budget_bytes - self.problem.base_bytes
+        return headroom // int(self.unit_bytes) if self.exact else headroom / self.unit_bytes
+
+    def _first_stages(self) -> list[int]:
+        """Stage before which each node is not evaluated: its own."""
+        return list(range(len(self.problem)))
 
     def _last_useful_stages(self) -> list[int]:
         """Last stage in which evaluating each node can serve a read, the boundary or the end; not below its own number."""
@@ -226,7 +298,7 @@ class _Program:
         """R_{t,k}: 1 where stage t evaluates node k. Row t ends with R_{t,t} = 1."""
         problem = self.problem
         wanted = set(required(problem))
-        self.once_seconds = sum([problem.seconds[node] for node in wanted])
+        self.once_seconds = self.constant_seconds = sum([problem.seconds[node] for node in wanted])
         self.computed: list[dict[int, Term]] = []
         for stage in range(len(problem)):
             row: dict[int, Term] = {}  # [Lower triangular] eq. 8c: none beyond the diagonal
@@ -236,11 +308,15 @@ class _Program:
             if stage in wanted:  # a node that nothing depends on has no first evaluation
                 row[stage] = 1.0  # [Frontier-advancing stages] eq. 8a
             self.computed.append(row)
-        self.model.objective = mip.xsum(  # [Objective] eq. 9; the diagonal is a constant, left out
-            problem.seconds[node] / self.unit_seconds * variable
+        self._minimize_seconds()
+
+    def _minimize_seconds(self) -> None:
+        """[Objective] eq. 1a; evaluations that are a constant of the program (`constant_seconds`) are left out."""
+        self.model.objective = mip.xsum(
+            self.problem.seconds[node] / self.unit_seconds * variable
             for row in self.computed
             for node, variable in row.items()
-            if isinstance(variable, mip.Var) and problem.seconds[node] > 0
+            if isinstance(variable, mip.Var) and self.problem.seconds[node] > 0
         )
 
     def _add_retention(self) -> None:
@@ -248,7 +324,9 @@ class _Program:
         problem, count = self.problem, len(self.problem)
         self.held: list[dict[int, Term]] = [{} for _ in range(count + 1)]
         for v, producer in enumerate(problem.producer):
-            first = problem.boundary if producer < 0 else producer + 1  # eq. 8b: no value before its first evaluation
+            first = (
+                problem.boundary if producer < 0 else self.first_stage[producer] + 1
+            )  # eq. 8b: not before it is made
             readers = [self.last_stage[reader] for reader in problem.consumers[v]]
             until = max(readers, default=-1)
             if v in self.transient or v in self.outputs:
@@ -290,7 +368,8 @@ class _Program:
             level: Expression = base
             if producer in row:
                 allocated[producer].append((size, made))
-                if readers and (producer == stage or len(problem.writes[producer]) > 1):
+                effect = problem.random[producer] or not problem.recomputable[producer]
+                if readers and (effect or not _is_free(made) or len(problem.writes[producer]) > 1):
                     level = self._present(stage, v, 0)  # an output may be of no use in this stage
                     self._require(base, ">=", level)
                     released[producer] += [(size, base), (-size, level)]
@@ -329,18 +408,19 @@ class _Program:
             self._require(usage, "==", variable)
             surplus = sum([problem.nbytes[v] for v in problem.writes[node] if backward and v in self.outputs])
             extra = (problem.workspace[node] + surplus) / self.unit_bytes
+            row = None
             if extra > 0:  # workspace, and a second copy of what the caller holds, while the op runs
-                self._require(variable + extra * computed, "<=", limit)
+                row = self._require(variable + extra * computed, "<=", limit)
             elif limit < 0:
                 self._require(variable + 1.0, "<=", 0.0)
-            self.usage.append((variable, extra, computed, constant))
+            self.usage.append((variable, extra, computed, constant, row))
             usage = variable - mip.xsum(size * term for size, term in released[node])  # eqs. 3 and 4
 
     def _present(self, stage: int, value: int, event: int) -> mip.Var:
         """P: 1 where ``value`` is held up to its next event in ``stage``."""
         return self.model.add_var(f"P_{stage}_{value}_{event}", lb=0.0, ub=1.0)
 
-    def _require(self, left: Expression, relation: str, right: Expression) -> None:
+    def _require(self, left: Expression, relation: str, right: Expression) -> mip.Constr | None:
         """Add a constraint, unless it holds for constants alone."""
         difference = mip.LinExpr() + left - right
         if not difference.expr:
@@ -350,10 +430,10 @@ class _Program:
                 "==": abs(difference.const) < 1e-9,
             }
             if holds[relation]:
-                return
+                return None
             difference = difference + 0.0 * self.model.vars[0]
         constraint = {"<=": difference <= 0, ">=": difference >= 0, "==": difference == 0}[relation]
-        self.model.add_constr(constraint)
+        return self.model.add_constr(constraint)
 
     def close(self) -> None:
         """Give the solver's memory back now. Python-mip's models are reference cycles, and deleting one later, whenever the
@@ -377,11 +457,40 @@ class _Program:
         self.model.max_mip_gap_abs = gap * self.once_seconds / self.unit_seconds
         self.status = self.model.optimize(max_seconds=seconds)
 
+    def relax(self, budget_bytes: int, seconds: float) -> float | None:
+        """Solve the relaxation R, S, FREE in [0, 1] (section 5.1) at any budget.
+
+        Right-hand sides alone change with the budget, so that the solver goes on from the last relaxation.
+
+        Returns:
+            Its value in seconds; ``None`` without one (`status` tells why).
+        """
+        for variable, extra, computed, constant, row in self.usage:
+            limit = self._limit(budget_bytes) - (constant - self.problem.base_bytes) / self.unit_bytes
+            if limit < 0:  # no room for what the program holds as a constant
+                self.status = mip.OptimizationStatus.INFEASIBLE
+                return None
+            variable.ub = limit
+            if row is not None:
+                row.rhs = limit if _is_free(computed) else limit - extra * _value(computed)
+        if self.status is mip.OptimizationStatus.LOADED:
+            # CBC prints its first linear program whatever the verbosity, but none after a solve with integers.
+            self.model.optimize(max_seconds=1e-6)
+        self.status = self.model.optimize(max_seconds=seconds, relax=True)
+        if self.status is not mip.OptimizationStatus.OPTIMAL:
+            return None
+        return self.constant_seconds + float(self.model.objective_value) * self.unit_seconds
+
+    def checkpoints(self) -> list[dict[int, float]]:
+        """S of the solution at hand, fractional after `relax`: by stage, for each value, the share held into it."""
+        return [{v: _value(term) for v, term in row.items()} for row in self.held]
+
     def bound_seconds(self) -> float:
         """Proven bound on the time of any schedule of the program; that of evaluating all once where nothing is proven."""
-        once = self.once_seconds
         bound = self.model.objective_bound if self.status in _SOLVED else None
-        return once + max(0.0, bound * self.unit_seconds) if bound is not None and math.isfinite(bound) else once
+        if bound is None or not math.isfinite(bound):
+            return self.once_seconds
+        return max(self.once_seconds, self.constant_seconds + float(bound) * self.unit_seconds)
 
     def stages(self) -> Stages | None:
         """The rows of R in the best solution found."""
@@ -391,7 +500,7 @@ class _Program:
 
     def peak_bytes(self) -> float:
         """The program's own account of the peak, eqs. 2 and 3."""
-        held = [c + (_value(u) + extra * _value(r)) * self.unit_bytes for u, extra, r, c in self.usage]
+        held = [c + (_value(u) + extra * _value(r)) * self.unit_bytes for u, extra, r, c, _ in self.usage]
         return max(held, default=float(self.problem.base_bytes))
 
 

@@ -18,24 +18,33 @@ What is carried over, beside several targets instead of one final node:
 * frees are not annotated: with the sequence fixed, they follow from last uses (section 2.1). Evaluations that nobody reads
   are dropped, and with a budget left over, repetitions are too (`keep_longer`).
 
-Nothing here is optimal, and the decomposition itself is heuristic: fill-in where the graph is small enough, degree above.
+Nothing here is optimal, and the decomposition itself is heuristic.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import networkx as nx
-from networkx.algorithms.approximation import treewidth_min_degree, treewidth_min_fill_in
 
+from lightning_remat.errors import SolverError
 from lightning_remat.solvers._problem import NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers._prune import drop_unused, keep_longer, once
 from lightning_remat.solvers._registry import Answer, register
 from lightning_remat.solvers._solution import Status
+from lightning_remat.solvers._tree_decomposition import (
+    Heuristic,
+    Tree,
+    decompose,
+    fill_in,
+    min_degree,
+    separator,
+    width,
+)
 
-Tree = tuple[tuple[frozenset[int], ...], tuple[tuple[int, ...], ...]]
-"""Bags, and the neighbours of each in the tree."""
+_HEURISTICS: Mapping[str, Heuristic] = {"fill_in": fill_in, "min_degree": min_degree}
 
 
 @register("treewidth")
@@ -44,7 +53,9 @@ def treewidth(
     budget_bytes: int,
     *,
     deadline: float,
-    fill_in_up_to: int = 3000,
+    recursion_limit: int | None = None,
+    spend_budget: bool = True,
+    heuristic: str = "fill_in",
     longest: float = 30.0,
 ) -> Answer:
     """The fastest of Algorithm 1's schedules within the budget, over the recursion limits.
@@ -53,35 +64,50 @@ def treewidth(
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
         deadline: `time.monotonic` at which to stop.
-        fill_in_up_to: with more nodes than this, the decomposition is by minimum degree instead of minimum fill-in.
+        recursion_limit: k of TWRemat(k), section 4.3: from 1, the whole recursion, to the number of bags and more, none of it.
+            ``None``: all powers of two are tried.
+        spend_budget: whether repetitions that the budget has room to avoid are taken out. Without, the schedules are those of
+            the paper, less the evaluations that nobody reads.
+        heuristic: of the decomposition: ``"fill_in"`` or ``"min_degree"``.
         longest: schedules of more evaluations than this many times the nodes are refused.
+
+    Raises:
+        SolverError: for an unknown heuristic, or a recursion limit below 1.
     """
-    if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:
+    if heuristic not in _HEURISTICS:
+        raise SolverError(f"no heuristic {heuristic!r} for tree decompositions: choose one of {', '.join(_HEURISTICS)}")
+    if recursion_limit is not None and recursion_limit < 1:
+        raise SolverError(f"a recursion limit of {recursion_limit}: TWRemat(k) takes k from 1")
+    if spend_budget and problem.evaluate(once(problem)).peak_bytes <= budget_bytes:
         return Answer(once(problem), Status.OPTIMAL)
-    graph = _Graph(problem)
-    tree = decompose(graph.undirected(), fill_in_up_to)
-    width = max(map(len, tree[0]), default=1) - 1
+    graph = NodeGraph(problem)
+    tree = decompose(graph.undirected(), _HEURISTICS[heuristic])
+    limits = _limits(len(tree[0])) if recursion_limit is None else [recursion_limit]
     best: tuple[float, NodeSequence] | None = None
-    tried, smallest = 0, -1
-    for limit in _limits(len(tree[0])):
+    notes = [f"tree decomposition of width {width(tree[0])}, {len(tree[0])} bags"]
+    peaks: list[int] = []
+    for limit in limits:
         if time.monotonic() > deadline:
             break
-        order = remat(graph.predecessors, tree, graph.targets, limit, longest=int(longest * len(problem)))
+        order = remat(graph.predecessors, tree, graph.targets, limit, int(longest * len(problem)), deadline)
         if order is None:
+            notes.append(f"TWRemat({limit}) evaluates more than {longest:g} times the nodes, or takes too long")
             break
         sequence = drop_unused(problem, graph.legal(order))
         evaluation = problem.evaluate(sequence)
-        tried, smallest = tried + 1, min(evaluation.peak_bytes, smallest if tried else evaluation.peak_bytes)
+        peaks.append(evaluation.peak_bytes)
         if evaluation.peak_bytes <= budget_bytes:
-            sequence = keep_longer(problem, sequence, budget_bytes, deadline)
+            if spend_budget:
+                sequence = keep_longer(problem, sequence, budget_bytes, deadline)
             seconds = problem.evaluate(sequence).seconds
             if best is None or seconds < best[0]:
                 best = (seconds, sequence)
-    notes = (f"tree decomposition of width {width}, {len(tree[0])} bags", f"{tried} recursion limits tried")
+    notes.append(f"{len(peaks)} recursion limits tried")
     if best is not None:
-        return Answer(best[1], Status.FEASIBLE, notes=notes)
-    status = Status.TIMEOUT if time.monotonic() > deadline else Status.INFEASIBLE
-    return Answer(None, status, notes=(*notes, f"smallest peak {smallest:,} bytes") if tried else notes)
+        return Answer(best[1], Status.FEASIBLE, notes=tuple(notes))
+    if peaks:
+        notes.append(f"smallest peak {min(peaks):,} bytes")
+    return Answer(None, Status.TIMEOUT if time.monotonic() > deadline else Status.INFEASIBLE, notes=tuple(notes))
 
 
 def _limits(bags: int) -> Iterator[int]:
@@ -92,67 +118,6 @@ def _limits(bags: int) -> Iterator[int]:
         limit //= 2
 
 
-# -- tree decompositions --------------------------------------------------------------------------------------------------
-
-
-def decompose(graph: nx.Graph[int], fill_in_up_to: int = 3000) -> Tree:
-    """A tree decomposition of ``graph`` of at most as many bags as nodes (Lemma 1)."""
-    heuristic = treewidth_min_fill_in if graph.number_of_nodes() <= fill_in_up_to else treewidth_min_degree
-    _, bags = heuristic(graph)
-    names = list(bags.nodes)
-    index = {bag: i for i, bag in enumerate(names)}
-    return shrink([frozenset(bag) for bag in names], [(index[a], index[b]) for a, b in bags.edges])
-
-
-def shrink(bags: list[frozenset[int]], edges: Iterable[tuple[int, int]]) -> Tree:
-    """Lemma 1: merge every bag into a neighbour that contains it, in one pass over the edges with a union-find."""
-    parent = list(range(len(bags)))
-    bags = list(bags)
-
-    def find(i: int) -> int:
-        while parent[i] != i:
-            parent[i] = parent[parent[i]]
-            i = parent[i]
-        return i
-
-    left: list[tuple[int, int]] = []
-    for edge in edges:
-        small, large = sorted((find(edge[0]), find(edge[1])), key=lambda i: len(bags[i]))
-        if bags[small] <= bags[large]:
-            parent[small] = large
-        else:
-            left.append(edge)
-    roots = [i for i in range(len(bags)) if parent[i] == i]
-    renumbered = {root: i for i, root in enumerate(roots)}
-    neighbours: list[list[int]] = [[] for _ in roots]
-    for a, b in left:
-        i, j = renumbered[find(a)], renumbered[find(b)]
-        neighbours[i].append(j)
-        neighbours[j].append(i)
-    return tuple(bags[root] for root in roots), tuple(tuple(near) for near in neighbours)
-
-
-def separator(neighbours: tuple[tuple[int, ...], ...], part: Iterable[int]) -> int:
-    """Lemma 3: the bag of the subtree ``part`` without which every subtree left has at most half of its bags."""
-    members = set(part)
-    root = next(iter(members))
-    order, above = [root], {root: -1}
-    for bag in order:
-        for near in neighbours[bag]:
-            if near in members and near not in above:
-                above[near] = bag
-                order.append(near)
-    weight = dict.fromkeys(order, 1)
-    heaviest = dict.fromkeys(order, 0)
-    for bag in reversed(order):
-        if 2 * max(heaviest[bag], len(order) - weight[bag]) <= len(order):
-            return bag
-        if above[bag] >= 0:
-            weight[above[bag]] += weight[bag]
-            heaviest[above[bag]] = max(heaviest[above[bag]], weight[bag])
-    raise AssertionError("a tree has a balanced separator (Jordan)")
-
-
 # -- Algorithm 1 ----------------------------------------------------------------------------------------------------------
 
 
@@ -161,7 +126,8 @@ def remat(
     tree: Tree,
     targets: Iterable[int],
     limit: int = 1,
-    longest: int | None = None,
+    longest: float = math.inf,
+    deadline: float = math.inf,
 ) -> list[int] | None:
     """Algorithm 1, TWRemat(limit): a sequence that evaluates ``targets`` with few values in memory at a time.
 
@@ -171,30 +137,37 @@ def remat(
         targets: S, the nodes to be held at the end.
         limit: the recursion stops where fewer bags than this are left (1: where none are).
         longest: give up on sequences of more evaluations.
+        deadline: `time.monotonic` at which to give up.
 
     Returns:
-        The sequence, or ``None`` when it would have been longer than ``longest``.
+        The sequence, or ``None`` when it would have been longer than ``longest``, or late.
     """
-    run = _Recursion(predecessors, tree, limit, longest)
+    run = _Recursion(predecessors, tree, limit, longest, deadline)
     try:
         run.schedule(frozenset(range(len(tree[0]))), frozenset(), frozenset(targets))
-    except _TooLong:
+    except _GiveUp:
         return None
     return run.order
 
 
-class _TooLong(Exception):
-    """The sequence is longer than was asked for."""
+class _GiveUp(Exception):
+    """The sequence is longer than was asked for, or late."""
+
+
+_Split = tuple[frozenset[int], frozenset[int], list[tuple[frozenset[int], frozenset[int]]]]
+"""The balancing bag X* of a subtree, what is in memory once it is, and each subtree left with its nodes."""
 
 
 class _Recursion:
     """The recursion of Algorithm 1. Its depth is at most log2 of the number of bags (Lemma 3)."""
 
-    def __init__(self, predecessors: list[tuple[int, ...]], tree: Tree, limit: int, longest: int | None) -> None:
-        self.predecessors, self.limit, self.longest = predecessors, limit, longest
+    def __init__(
+        self, predecessors: list[tuple[int, ...]], tree: Tree, limit: int, longest: float, deadline: float
+    ) -> None:
+        self.predecessors, self.limit, self.longest, self.deadline = predecessors, limit, longest, deadline
         self.bags, self.neighbours = tree
         self.order: list[int] = []
-        self.splits: dict[frozenset[int], tuple[int, list[frozenset[int]], list[frozenset[int]]]] = {}
+        self.splits: dict[frozenset[int], _Split] = {}
 
     def schedule(self, part: frozenset[int], outside: frozenset[int], targets: frozenset[int]) -> None:
         """Extend the sequence by ``targets``, nodes of the subtree ``part``, given that ``outside`` is in memory."""
@@ -204,35 +177,32 @@ class _Recursion:
         if len(part) < max(2, self.limit):  # section 4.3: stop early and compute the rest in a topological order
             self._extend(sorted(needed))
             return
-        middle, parts, nodes = self._split(part)
-        bag = self.bags[middle] - outside
-        inside = outside | bag
-        nodes = [members - inside for members in nodes]
+        if part not in self.splits:
+            self.splits[part] = self._split(part, outside)
+        bag, inside, parts = self.splits[part]
         for v in sorted(bag & needed):  # in topological order
-            for other, members in zip(parts, nodes, strict=True):
+            for other, members in parts:
                 self.schedule(other, inside, members.intersection(self.predecessors[v]))
             self._extend([v])
-        for other, members in zip(parts, nodes, strict=True):
+        for other, members in parts:
             self.schedule(other, inside, (targets - bag) & members)
 
-    def _split(self, part: frozenset[int]) -> tuple[int, list[frozenset[int]], list[frozenset[int]]]:
-        """The balancing bag of a subtree, the subtrees without it, and the nodes of each (found once a subtree)."""
-        if part not in self.splits:
-            middle = separator(self.neighbours, part)
-            left = set(part) - {middle}
-            parts: list[frozenset[int]] = []
-            for first in self.neighbours[middle]:
-                if first in left:
-                    left.discard(first)
-                    component = [first]
-                    for bag in component:
-                        fresh = [near for near in self.neighbours[bag] if near in left]
-                        left.difference_update(fresh)
-                        component.extend(fresh)
-                    parts.append(frozenset(component))
-            nodes = [frozenset().union(*[self.bags[bag] for bag in component]) for component in parts]
-            self.splits[part] = (middle, parts, nodes)
-        return self.splits[part]
+    def _split(self, part: frozenset[int], outside: frozenset[int]) -> _Split:
+        """Lemma 3 on a subtree. What is outside depends on the subtree alone, so that this is found once for each."""
+        middle = separator(self.neighbours, part)
+        left = set(part) - {middle}
+        inside = outside | self.bags[middle]
+        parts: list[tuple[frozenset[int], frozenset[int]]] = []
+        for first in self.neighbours[middle]:
+            if first in left:
+                left.discard(first)
+                component = [first]
+                for bag in component:
+                    fresh = [near for near in self.neighbours[bag] if near in left]
+                    left.difference_update(fresh)
+                    component.extend(fresh)
+                parts.append((frozenset(component), frozenset().union(*[self.bags[bag] for bag in component]) - inside))
+        return self.bags[middle] - outside, inside, parts
 
     def _needed(self, targets: Iterable[int], outside: frozenset[int]) -> set[int]:
         """Nodes that must be evaluated for ``targets`` when ``outside`` is in memory."""
@@ -246,14 +216,14 @@ class _Recursion:
 
     def _extend(self, nodes: list[int]) -> None:
         self.order.extend(nodes)
-        if self.longest is not None and len(self.order) > self.longest:
-            raise _TooLong
+        if len(self.order) > self.longest or time.monotonic() > self.deadline:
+            raise _GiveUp
 
 
 # -- to and from the problem ----------------------------------------------------------------------------------------------
 
 
-class _Graph:
+class NodeGraph:
     """The problem's nodes with one more for the boundary, numbered in a topological order: node ``boundary`` is it."""
 
     def __init__(self, problem: PlainProblem) -> None:

@@ -1,0 +1,112 @@
+"""The largest batch size under a budget and a cap on the cost."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_remat.errors import BudgetError, GraphError
+from lightning_remat.graph import ComputationGraph, Op, Phase, Tensor, TensorRole
+from lightning_remat.solvers import Problem, solve
+from lightning_remat.solvers import _griewank as _registers  # noqa: F401
+from lightning_remat.solvers._batch_size import (
+    extrapolated_batch_size,
+    linear_in_batch,
+    max_batch_size,
+    one_extra_forward,
+)
+from tests.helpers.graphs import random_graph, unit_chain
+
+PARAMETERS = 7
+
+
+def chain_at(batch_size: int) -> ComputationGraph:
+    """A unit chain of 8 layers whose values grow with the batch, beside bytes that do not."""
+    graph = unit_chain(8)
+    return graph.replace(storages=(batch_size,) * len(graph.ops), resident_bytes=PARAMETERS)
+
+
+def test_the_cap_is_one_more_forward_with_the_loss() -> None:
+    graph = unit_chain(8)
+    assert one_extra_forward(graph) == 2 * 9 + 8
+    idle = Op("idle", "op", (0,), (17,), Phase.FORWARD, seconds=5.0)
+    ops = (*graph.ops[:9], idle, *graph.ops[9:])
+    wider = graph.replace(ops=ops, tensors=(*graph.tensors, Tensor("idle_out", 17)), storages=(1,) * 18)
+    assert one_extra_forward(wider) == 2 * 9 + 8
+
+
+@pytest.mark.parametrize(("cap", "units"), [(24, 5), (21, 6), (20, 7), (38, 4)])
+def test_unit_chains(cap: int, units: int) -> None:
+    """A chain of 8 layers takes 38, 24 and 21 evaluations at 4, 5 and 6 values: the cap decides how many there must be."""
+    budget = 100 + PARAMETERS
+    found = max_batch_size(chain_at, budget, method="griewank_logn", cap=lambda _: cap)
+    assert found.batch_size == 100 // units
+    assert found.solution is not None
+    assert found.solution.seconds <= cap
+    assert found.solution.peak_bytes <= budget
+    assert [trial.batch_size for trial in found.tried[:3]] == [1, 2, 4]
+    assert {trial.fits for trial in found.tried} == {True, False}
+    assert all(trial.fits == (trial.batch_size <= found.batch_size) for trial in found.tried)
+    scaled = extrapolated_batch_size(
+        chain_at(1), budget, PARAMETERS, method="griewank_logn", cap=lambda _: cap
+    )  # eq. 11
+    assert scaled.batch_size == found.batch_size
+    assert scaled.solution is not None
+    assert scaled.solution.peak_bytes == units + PARAMETERS
+    thrice = extrapolated_batch_size(chain_at(3), budget, PARAMETERS, batch_size=3, method="milp", cap=lambda _: cap)
+    assert thrice.batch_size == found.batch_size
+
+
+def test_the_default_cap_lies_between_no_and_any_rematerialization() -> None:
+    budget = 1000 + PARAMETERS
+    none = max_batch_size(chain_at, budget, method="no_remat")
+    capped = max_batch_size(chain_at, budget, method="milp")
+    free = max_batch_size(chain_at, budget, method="milp", cap=lambda _: float("inf"))
+    assert none.batch_size == 1000 // 10  # f1 to f8 with the loss and its gradient
+    assert capped.batch_size == 1000 // 5  # 24 evaluations of at most 26
+    assert free.batch_size == 1000 // 4
+    rough = max_batch_size(chain_at, budget, method="milp", precision=0.1)
+    assert capped.batch_size / 1.1 <= rough.batch_size <= capped.batch_size
+    assert len(rough.tried) < len(capped.tried)
+    assert max_batch_size(chain_at, budget, method="milp", at_most=64).batch_size == 64
+
+
+def test_none_fits() -> None:
+    found = max_batch_size(chain_at, PARAMETERS + 3, method="milp")
+    assert (found.batch_size, found.solution, len(found.tried)) == (0, None, 1)
+    assert extrapolated_batch_size(chain_at(1), 1000, PARAMETERS, cap=lambda _: 16.0).batch_size == 0
+    with pytest.raises(BudgetError, match="at_most"):
+        max_batch_size(chain_at, 100, at_most=0)
+    with pytest.raises(BudgetError, match="called fixed"):
+        extrapolated_batch_size(chain_at(1), 1000, 500)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 64))
+def test_graphs_on_a_line_through_two(seed: int, batch_size: int) -> None:
+    base = random_graph(seed, overwriting=False)  # which needs results of the size of an input
+    fixed = {t.storage for t in base.tensors if t.role is TensorRole.PARAMETER}
+
+    def at(size: int) -> ComputationGraph:
+        storages = tuple(b if s in fixed else b * size for s, b in enumerate(base.storages))
+        ops = tuple(dataclasses.replace(op, seconds=0.5 + op.seconds * size) for op in base.ops)
+        return base.replace(storages=storages, ops=ops)
+
+    drawn = linear_in_batch(at(2), 2, at(5), 5)(batch_size)
+    assert drawn.storages == at(batch_size).storages
+    assert [op.seconds for op in drawn.ops] == pytest.approx([op.seconds for op in at(batch_size).ops])
+    assert linear_in_batch(at(5), 5, at(2), 2)(batch_size).storages == drawn.storages
+    problem = Problem(drawn)
+    peak = problem.evaluate(problem.captured).peak_bytes
+    assert solve(drawn, peak, "no_remat").peak_bytes <= peak
+
+
+def test_values_between_bytes_are_rounded_up() -> None:
+    small, large = unit_chain(2), unit_chain(2).replace(storages=(2,) * 5)
+    assert linear_in_batch(small, 1, large, 3)(2).storages == (2,) * 5
+    with pytest.raises(GraphError, match="same ops"):
+        linear_in_batch(small, 1, unit_chain(3), 2)
+    with pytest.raises(GraphError, match="two different ones"):
+        linear_in_batch(small, 1, small, 1)
