@@ -3,8 +3,8 @@
 #   make demo       see the callback at work
 #   make test       all checks: style, types, architecture, tests
 #
-# and `make benchmark`, which compares with other ways of saving memory. The first of them creates .venv and installs
-# everything into it; later ones do not install again.
+# and `make benchmark`, which compares with other ways of saving memory, and `make papers`, which prints the papers' tables
+# beside ours. The first of them creates .venv and installs everything into it; later ones do not install again.
 #
 #   PYTHON=python3.12        the interpreter that .venv is made with
 #   TORCH='torch==2.12.*'    the torch to install (a plain `torch` may bring gigabytes of CUDA libraries along)
@@ -20,7 +20,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: demo test benchmark format install clean FORCE
+.PHONY: demo test benchmark papers format install clean FORCE
 
 demo: install
 	$(BIN)/python $(DEMO) $(ARGS)
@@ -34,6 +34,11 @@ test: install
 
 benchmark: install
 	$(BIN)/python benchmarks/peers.py $(ARGS)
+
+papers: install
+	$(BIN)/python -m benchmarks.papers.checkmate $(ARGS)
+	$(BIN)/python -m benchmarks.papers.kumar $(ARGS)
+	$(BIN)/python -m benchmarks.papers.kusumoto $(ARGS)
 
 format: install
 	$(BIN)/ruff check --fix-only .

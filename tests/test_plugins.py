@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_remat.errors import SolverError
-from lightning_remat.solvers import Status, _registry, available, options_of, solve
+from lightning_remat.solvers import Status, _partition, _registry, available, options_of, partitioners, solve
 from tests.helpers.graphs import unit_chain
 
 SOLVERS = """
@@ -52,13 +52,13 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_registry, "_REGISTRY", dict(_registry._REGISTRY))
 
 
-def install(folder: Path, package: str, source: str, names: list[str]) -> None:
+def install(folder: Path, package: str, source: str, names: list[str], group: str = "lightning_remat.solvers") -> None:
     folder.joinpath(f"{package}.py").write_text(source)
     metadata = folder / f"{package}-1.0.dist-info"
     metadata.mkdir()
     metadata.joinpath("METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
     lines = [name if "=" in name else f"{name} = {package}:{name}" for name in names]
-    metadata.joinpath("entry_points.txt").write_text("\n".join(["[lightning_remat.solvers]", *lines]))
+    metadata.joinpath("entry_points.txt").write_text("\n".join([f"[{group}]", *lines]))
 
 
 @pytest.mark.usefixtures("packages")
@@ -102,3 +102,22 @@ def test_what_nobody_asks_for_is_not_imported() -> None:
     assert "plugins_that_work" not in sys.modules
     with pytest.raises(SolverError, match="choose one of .*offered"):
         solve(unit_chain(3), 100, "nothing_of_the_kind")
+
+
+def test_partitioners_of_other_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = """
+from lightning_remat.solvers import Block
+
+def halves(problem, *, top_size, block_size):
+    middle = problem.boundary // 2
+    return tuple(Block(tuple(nodes)) for nodes in (range(middle), range(middle, problem.boundary)))
+"""
+    install(tmp_path, "cuts", source, ["halves", "gone"], "lightning_remat.partitioners")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "cuts", raising=False)
+    monkeypatch.setattr(_partition, "_REGISTRY", dict(_partition._REGISTRY))
+    assert {"halves", "gone"} <= set(partitioners())
+    solution = solve(unit_chain(8), 6, "rotor", partitioner="halves")
+    assert solution.schedule is not None
+    with pytest.raises(SolverError, match="'gone'.*cannot be loaded"):
+        solve(unit_chain(8), 6, "rotor", partitioner="gone")

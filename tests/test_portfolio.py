@@ -79,7 +79,7 @@ def test_auto_falls_back_to_treewidth_where_the_others_find_nothing() -> None:
 
 def test_unknown_methods_options_and_budgets_say_what_is_accepted() -> None:
     chain = unit_chain(2)
-    with pytest.raises(SolverError, match="unknown solver 'gurobi': choose one of auto, "):
+    with pytest.raises(SolverError, match="unknown solver 'gurobi': choose one of ap_greedy, "):
         solve(chain, 5, "gurobi")
     with pytest.raises(SolverError, match=r"'greedy' has no option 'gap'; it takes: attempts"):
         solve(chain, 5, "greedy", gap=0.1)

@@ -213,6 +213,8 @@ def checked_options(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
         default = known.get(name)  # an unknown name is `solve`'s to refuse
         if isinstance(default, float) and type(value) is int:
             value = float(value)
+        if isinstance(default, tuple) and not isinstance(value, tuple):
+            value = (value,)
         if default is not None and type(value) is not type(default):
             raise SolverError(f"option {name}={value!r} of {method!r}: give {_article(type(default).__name__)}")
         checked[name] = value

@@ -12,6 +12,7 @@ from lightning_remat.solvers import (  # registers the methods
     _griewank,
     _h_ilp,
     _hiremate,
+    _kusumoto,
     _lp_rounding,
     _milp,
     _moccasin,
@@ -31,7 +32,7 @@ from lightning_remat.solvers._batch_size import (
     max_batch_size,
     one_extra_forward,
 )
-from lightning_remat.solvers._partition import partitioners, register_partitioner
+from lightning_remat.solvers._partition import Block, partitioners, register_partitioner
 from lightning_remat.solvers._problem import Evaluation, NodeSequence, Problem
 from lightning_remat.solvers._registry import Answer, available, options_of, register, solve
 from lightning_remat.solvers._solution import Solution, Status
@@ -39,6 +40,7 @@ from lightning_remat.solvers._solution import Solution, Status
 __all__ = [
     "Answer",
     "BatchSize",
+    "Block",
     "Evaluation",
     "NodeSequence",
     "Problem",

@@ -217,6 +217,8 @@ def h_ilp(
     """
     if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:
         return Answer(once(problem), Status.OPTIMAL)
+    if not problem.boundary:
+        return Answer(None, Status.INFEASIBLE, notes=("no forward node that could be computed again",))
     size = max(2, 2 * problem.boundary // max(blocks, 1))
     tops = partition(partitioner, problem, top_size=blocks, block_size=size)
     known: dict[Hashable, list[Option]] = {}

@@ -73,7 +73,8 @@ def _solve_coarsened(
     program also runs at tighter budgets, and `keep_longer` spends the rest tensor by tensor. Where the coarse program does
     not fit, larger budgets are tried: on the fine problem frees come earlier, and its schedule may fit all the same.
     """
-    low = max([alone_bytes(coarse.problem, node) for node in required(coarse.problem)])
+    alone = [alone_bytes(coarse.problem, node) for node in required(coarse.problem)]
+    low = max(alone, default=problem.base_bytes)
     notes = [f"{len(problem)} ops coarsened to {len(coarse.problem)}"]
     tighter = [low + (budget_bytes - low) * share // 100 for share in (50, 25) if budget_bytes > low]
     larger = [budget_bytes * share // 100 for share in (110, 125, 150)]

@@ -147,7 +147,8 @@ def _answer(request: Request) -> Answer:
     # it does not fit, larger budgets are tried: on the fine problem frees come earlier. Checkpoints are there in any case.
     coarse = coarsen(problem, request.coarsen_to)
     notes = [f"{len(problem)} ops coarsened to {len(coarse.problem)}"]
-    low = max([alone_bytes(coarse.problem, node) for node in required(coarse.problem)])
+    alone = [alone_bytes(coarse.problem, node) for node in required(coarse.problem)]
+    low = max(alone, default=problem.base_bytes)
     others = (request.start, best_start(problem, budget_bytes, request.start))
     found = [s for s in others if s is not None and problem.evaluate(s).peak_bytes <= budget_bytes]
     tighter = [(low + budget_bytes) // 2] if budget_bytes > low else []

@@ -30,6 +30,7 @@ from typing import Protocol
 import networkx as nx
 
 from lightning_remat.errors import SolverError
+from lightning_remat.solvers import _plugins
 from lightning_remat.solvers._coarsen import coarsen
 from lightning_remat.solvers._problem import PlainProblem
 
@@ -63,6 +64,9 @@ class Partitioner(Protocol):
 
 _REGISTRY: dict[str, Partitioner] = {}
 
+ENTRY_POINTS = "lightning_remat.partitioners"
+"""Group of the entry points by which other packages add partitioners (see `_plugins`)."""
+
 
 def register_partitioner(name: str) -> Callable[[Partitioner], Partitioner]:
     """Decorator that adds a partitioner under ``name``.
@@ -81,16 +85,23 @@ def register_partitioner(name: str) -> Callable[[Partitioner], Partitioner]:
 
 
 def partitioners() -> tuple[str, ...]:
-    """Names of all registered partitioners."""
-    return tuple(sorted(_REGISTRY))
+    """Names of all registered partitioners, and of those that other packages offer through an entry point."""
+    return tuple(sorted(_plugins.names(ENTRY_POINTS).union(_REGISTRY)))
 
 
 def partition(name: str, problem: PlainProblem, *, top_size: int, block_size: int) -> tuple[Block, ...]:
     """The top blocks that a registered partitioner makes of the forward of ``problem``, checked.
 
     Raises:
-        SolverError: for an unknown name, or blocks that do not cover the forward once in a topological order.
+        SolverError: for an unknown name, another package's that cannot be loaded, or blocks that do not cover the forward
+            once in a topological order.
     """
+    if name not in _REGISTRY and name in _plugins.names(ENTRY_POINTS):
+        offered = _plugins.load(ENTRY_POINTS, name)
+        if name not in _REGISTRY:  # importing it may have registered it
+            if not callable(offered):
+                raise SolverError(f"{name!r} ({ENTRY_POINTS}) is a {type(offered).__name__}, not a function")
+            register_partitioner(name)(offered)
     if name not in _REGISTRY:
         raise SolverError(f"unknown partitioner {name!r}: choose one of {', '.join(partitioners())}")
     blocks = _REGISTRY[name](problem, top_size=top_size, block_size=block_size)

@@ -191,6 +191,8 @@ def rotor(
     """
     if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:
         return Answer(once(problem), Status.OPTIMAL)
+    if not problem.boundary:
+        return Answer(None, Status.INFEASIBLE, notes=("no forward node that could be computed again",))
     known: dict[Hashable, tuple[Option, ...]] = {}
 
     def options_of(_: int, part: PlainProblem) -> tuple[Option, ...]:
