@@ -72,7 +72,7 @@ def test_plans_are_files(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"budgets": 1}, r"unknown option 'budgets'; the options are budget, solver, "),
-        ({"solver": "gurobi"}, "choose one of auto, "),
+        ({"solver": "gurobi"}, "choose one of ap_greedy, "),
         ({"solver": "greedy", "solver_options": {"gap": 1}}, "has no option 'gap'"),
         ({"time_limit": 0}, "positive number of seconds"),
         ({"time_limit": "soon"}, "cannot be read"),
