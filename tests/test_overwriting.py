@@ -52,6 +52,8 @@ CALLS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_overwriting_form_gives_the_same_bits_in_no_more_memory(call, dtype):
     target, args, kwargs = (*call, {})[:3]
+    if torch.Tag.pointwise not in target.tags:  # torch 2.11 on leaky_relu
+        pytest.skip("this torch does not say that the op is elementwise")
     args = [a.to(dtype) if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
     expected = target(*args, **kwargs)
     tried = 0
