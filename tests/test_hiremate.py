@@ -73,8 +73,8 @@ def test_a_deep_hierarchy_keeps_the_quality() -> None:
 
 
 def test_own_partitioners_and_solvers_serve_at_any_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    for registry in (_registry, _partition):
-        monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    for registry in (_registry.METHODS, _partition.PARTITIONERS):
+        monkeypatch.setattr(registry, "own", dict(registry.own))
     calls: list[int] = []
 
     @register("test_keep_nothing")

@@ -222,7 +222,7 @@ class TestJointGraphs:
     def test_wide_graphs_are_refused_with_the_figure(self) -> None:
         graph = unit_chain(64)
         solution = solve(graph, 32, "exact_dp", limit=10)
-        assert solution.status is Status.TIMEOUT
+        assert solution.status is Status.REFUSED
         assert any("66 lower sets" in note and "limit is 10" in note for note in solution.notes)
 
     def test_an_unknown_objective_is_said(self) -> None:

@@ -49,7 +49,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     for package in ("plugins_that_work", "plugins_that_fail"):  # what another test imported
         monkeypatch.delitem(sys.modules, package, raising=False)
-    monkeypatch.setattr(_registry, "_REGISTRY", dict(_registry._REGISTRY))
+    monkeypatch.setattr(_registry.METHODS, "own", dict(_registry.METHODS.own))
 
 
 def install(folder: Path, package: str, source: str, names: list[str], group: str = "lightning_remat.solvers") -> None:
@@ -115,7 +115,7 @@ def halves(problem, *, top_size, block_size):
     install(tmp_path, "cuts", source, ["halves", "gone"], "lightning_remat.partitioners")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "cuts", raising=False)
-    monkeypatch.setattr(_partition, "_REGISTRY", dict(_partition._REGISTRY))
+    monkeypatch.setattr(_partition.PARTITIONERS, "own", dict(_partition.PARTITIONERS.own))
     assert {"halves", "gone"} <= set(partitioners())
     solution = solve(unit_chain(8), 6, "rotor", partitioner="halves")
     assert solution.schedule is not None

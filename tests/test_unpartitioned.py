@@ -126,7 +126,7 @@ def test_the_partition_tightens_the_relaxation() -> None:
 
 def test_larger_problems_are_refused() -> None:
     solution = solve(unit_chain(12), 7, "checkmate_unpartitioned")
-    assert solution.status is Status.INFEASIBLE
+    assert solution.status is Status.REFUSED
     assert "refused: 25 ops" in solution.notes[0]
     assert solve(unit_chain(8), 3, "checkmate_unpartitioned").status is Status.INFEASIBLE
 

@@ -213,7 +213,8 @@ def greedy(problem: Problem, budget_bytes: int, *, deadline: float, attempts: in
     else:
         evaluation, sequence = smallest(problem, deadline)
         if evaluation.peak_bytes > budget_bytes:
-            return Answer(None, Status.INFEASIBLE, notes=notes)
+            late = time.monotonic() > deadline
+            return Answer(None, Status.TIMEOUT if late else Status.INFEASIBLE, notes=notes)
         found.append(sequence)
     best = cheapest(problem, found[:1])
     for sequence in found:

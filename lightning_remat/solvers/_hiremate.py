@@ -28,7 +28,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import cast
 
 from lightning_remat.solvers._blocks import Chain, Option, finish, keep_options, link_up, measure, select, undominated
 from lightning_remat.solvers._h_ilp import recombine
@@ -130,8 +129,7 @@ def _solver(name: str, chain: Chain | None) -> Callable[[PlainProblem, int, floa
     def run(problem: PlainProblem, budget_bytes: int, deadline: float) -> NodeSequence | None:
         if name == "h_ilp" and chain is not None:
             return recombine(chain, budget_bytes, deadline).sequence
-        # Solvers read what a plain problem has; only graph files need more.
-        return run_algorithm(name, cast(Problem, problem), budget_bytes, deadline).sequence
+        return run_algorithm(name, problem, budget_bytes, deadline).sequence
 
     return run
 

@@ -41,7 +41,15 @@ from lightning_remat.errors import SolverError
 from lightning_remat.solvers._problem import NodeSequence, PlainProblem
 from lightning_remat.solvers._prune import required
 from lightning_remat.solvers._solution import Status
-from lightning_remat.solvers._stages import Stages, StagesResult, alone_bytes, best_start, from_stages, to_stages
+from lightning_remat.solvers._stages import (
+    Stages,
+    StagesResult,
+    alone_bytes,
+    best_start,
+    from_stages,
+    last_useful_stages,
+    to_stages,
+)
 
 
 def solve_intervals(
@@ -149,7 +157,8 @@ class _Program:
         self.reads: list[_Read] = []
         self._scale()
         self.evaluations = [
-            self._add_evaluations(node, intervals, last) for node, last in enumerate(self._last_useful_stages())
+            self._add_evaluations(node, intervals, last)
+            for node, last in enumerate(last_useful_stages(problem, self.readers))
         ]
         self.retentions = [self._add_retentions(v) for v in range(len(problem.nbytes))]
         self._add_own_memory()
@@ -167,22 +176,6 @@ class _Program:
         self.once_seconds = sum(seconds)
         whole = self.once_seconds <= 1e9 and all([float(one).is_integer() for one in seconds])
         self.unit_seconds = 1.0 if whole else self.once_seconds / 1e9
-
-    def _last_useful_stages(self) -> list[int]:
-        """Last stage in which evaluating each node can serve a read, the boundary or the end; not below its own number."""
-        problem, count = self.problem, len(self.problem)
-        last = list(range(count))
-        for node in range(count - 1, -1, -1):
-            for v in problem.writes[node]:
-                until = max([last[reader] for reader in self.readers[v]], default=node)
-                if v in self.outputs:  # the caller holds it from the boundary on
-                    until = min(until, problem.boundary - 1)
-                elif v in self.finals:
-                    until = count - 1
-                elif v in problem.forward_transient:
-                    until = max(until, problem.boundary - 1)
-                last[node] = max(last[node], until)
-        return last
 
     def _add_evaluations(self, node: int, intervals: int, last: int) -> list[_Evaluation]:
         """The first evaluation at its own event, up to C_v - 1 others at the node's events of later stages, in order."""

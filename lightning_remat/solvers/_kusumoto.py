@@ -76,8 +76,7 @@ def exact_dp(
     count = count_lower_sets(graph)
     if count is None or count > limit:
         found = "too many lower sets to count" if count is None else f"{count:,} lower sets"
-        # It would take too long: whether a strategy fits is not known.
-        return Answer(None, Status.TIMEOUT, notes=(f"{found}, the limit is {limit:,}: approx_dp takes such graphs",))
+        return Answer(None, Status.REFUSED, notes=(f"{found}, the limit is {limit:,}: approx_dp takes such graphs",))
     return _search(problem, budget_bytes, graph, lower_sets(graph), objective, liveness, deadline)
 
 

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_remat.errors import SolverError
-from lightning_remat.solvers._coarsen import coarsen
+from lightning_remat.solvers._coarse_search import COARSE_GAP, search_coarsened
 from lightning_remat.solvers._problem import NodeSequence, PlainProblem, Problem
-from lightning_remat.solvers._prune import drop_unused, keep_longer, once, required
+from lightning_remat.solvers._prune import drop_unused, keep_longer, once
 from lightning_remat.solvers._registry import Answer, register
 from lightning_remat.solvers._solution import Status
-from lightning_remat.solvers._stages import StagesResult, alone_bytes, best_start
+from lightning_remat.solvers._stages import StagesResult, best_start
 
 GRACE_SECONDS = 15.0
 """How long after the deadline the process is waited for: CP-SAT looks at its clock now and then."""
@@ -143,38 +143,10 @@ def _answer(request: Request) -> Answer:
         bound = min(result.lower_bound_seconds, problem.evaluate(sequence).seconds)
         return Answer(sequence, result.status, bound, scope, notes=result.notes)
 
-    # As for "milp": the program also runs at a tighter budget, and `keep_longer` spends the rest tensor by tensor. Where
-    # it does not fit, larger budgets are tried: on the fine problem frees come earlier. Checkpoints are there in any case.
-    coarse = coarsen(problem, request.coarsen_to)
-    notes = [f"{len(problem)} ops coarsened to {len(coarse.problem)}"]
-    alone = [alone_bytes(coarse.problem, node) for node in required(coarse.problem)]
-    low = max(alone, default=problem.base_bytes)
-    others = (request.start, best_start(problem, budget_bytes, request.start))
-    found = [s for s in others if s is not None and problem.evaluate(s).peak_bytes <= budget_bytes]
-    tighter = [(low + budget_bytes) // 2] if budget_bytes > low else []
-    larger = [budget_bytes * share // 100 for share in (110, 125, 150)]
-    queue, status = [budget_bytes], Status.INFEASIBLE
-    while queue and (time.monotonic() < until or queue == [budget_bytes]):
-        budget = queue.pop(0)
-        now = time.monotonic()
-        turn = now + (until - now) / (len(queue) + 1 + (len(tighter) if budget == budget_bytes else 0))
-        result = solved(coarse.problem, budget, max(gap, 5e-3), turn, None)
-        fits = False
-        if result.sequence is not None:
-            sequence = coarse.refine(result.sequence)
-            fits = problem.evaluate(sequence).peak_bytes <= budget_bytes
-            if fits:
-                found.append(sequence)
-        elif result.status is Status.TIMEOUT:
-            status = Status.TIMEOUT
-        notes.append(f"coarse program at {budget:,} bytes: {result.status.value}{', fits' if fits else ''}")
-        if budget == budget_bytes:
-            queue = tighter if fits else larger
-        elif fits:
-            break
-    if not found:
-        if status is Status.INFEASIBLE:
-            notes.append("infeasible for this coarsening only: more ops (coarsen_to) may fit")
-        return Answer(None, status, notes=tuple(notes))
-    kept = [keep_longer(problem, sequence, budget_bytes, max(deadline, time.monotonic() + 0.5)) for sequence in found]
-    return Answer(min(kept, key=lambda s: problem.evaluate(s).seconds), Status.FEASIBLE, notes=tuple(notes))
+    def coarsely(coarse: PlainProblem, budget: int, turn: float) -> tuple[NodeSequence | None, Status]:
+        result = solved(coarse, budget, max(gap, COARSE_GAP), turn, None)
+        return result.sequence, result.status
+
+    # Checkpoints are there in any case, and a program takes long: one tighter budget.
+    known = (request.start, best_start(problem, budget_bytes, request.start))
+    return search_coarsened(problem, budget_bytes, request.coarsen_to, coarsely, deadline, known=known, tighter=(50,))

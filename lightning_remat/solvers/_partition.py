@@ -30,8 +30,8 @@ from typing import Protocol
 import networkx as nx
 
 from lightning_remat.errors import SolverError
-from lightning_remat.solvers import _plugins
 from lightning_remat.solvers._coarsen import coarsen
+from lightning_remat.solvers._plugins import Registry
 from lightning_remat.solvers._problem import PlainProblem
 
 _SOURCE = -1
@@ -62,10 +62,7 @@ class Partitioner(Protocol):
     def __call__(self, problem: PlainProblem, *, top_size: int, block_size: int) -> tuple[Block, ...]: ...
 
 
-_REGISTRY: dict[str, Partitioner] = {}
-
-ENTRY_POINTS = "lightning_remat.partitioners"
-"""Group of the entry points by which other packages add partitioners (see `_plugins`)."""
+PARTITIONERS: Registry[Partitioner] = Registry("partitioner", "lightning_remat.partitioners")
 
 
 def register_partitioner(name: str) -> Callable[[Partitioner], Partitioner]:
@@ -76,9 +73,7 @@ def register_partitioner(name: str) -> Callable[[Partitioner], Partitioner]:
     """
 
     def add(function: Partitioner) -> Partitioner:
-        if name in _REGISTRY:
-            raise SolverError(f"a partitioner named {name!r} is registered already")
-        _REGISTRY[name] = function
+        PARTITIONERS.add(name, function)
         return function
 
     return add
@@ -86,7 +81,7 @@ def register_partitioner(name: str) -> Callable[[Partitioner], Partitioner]:
 
 def partitioners() -> tuple[str, ...]:
     """Names of all registered partitioners, and of those that other packages offer through an entry point."""
-    return tuple(sorted(_plugins.names(ENTRY_POINTS).union(_REGISTRY)))
+    return PARTITIONERS.names()
 
 
 def partition(name: str, problem: PlainProblem, *, top_size: int, block_size: int) -> tuple[Block, ...]:
@@ -96,15 +91,7 @@ def partition(name: str, problem: PlainProblem, *, top_size: int, block_size: in
         SolverError: for an unknown name, another package's that cannot be loaded, or blocks that do not cover the forward
             once in a topological order.
     """
-    if name not in _REGISTRY and name in _plugins.names(ENTRY_POINTS):
-        offered = _plugins.load(ENTRY_POINTS, name)
-        if name not in _REGISTRY:  # importing it may have registered it
-            if not callable(offered):
-                raise SolverError(f"{name!r} ({ENTRY_POINTS}) is a {type(offered).__name__}, not a function")
-            register_partitioner(name)(offered)
-    if name not in _REGISTRY:
-        raise SolverError(f"unknown partitioner {name!r}: choose one of {', '.join(partitioners())}")
-    blocks = _REGISTRY[name](problem, top_size=top_size, block_size=block_size)
+    blocks = PARTITIONERS.get(name)(problem, top_size=top_size, block_size=block_size)
     _check(problem, blocks, range(problem.boundary), name)
     return blocks
 

@@ -73,11 +73,11 @@ def pathwidth(
         schedule = plan.schedule()
     except _GiveUp as reason:
         notes.append(str(reason))
-        return Answer(None, Status.TIMEOUT if time.monotonic() > deadline else Status.INFEASIBLE, notes=tuple(notes))
+        return Answer(None, Status.TIMEOUT if time.monotonic() > deadline else Status.REFUSED, notes=tuple(notes))
     times = schedule.length / len(spine)
     notes.append(f"the schedule has {schedule.length:,} evaluations, {times:.1f} times the nodes")
     if times > longest:
-        return Answer(None, Status.INFEASIBLE, notes=(*notes, f"refused: more than {longest:g} times"))
+        return Answer(None, Status.REFUSED, notes=(*notes, f"refused: more than {longest:g} times"))
     sequence = drop_unused(problem, graph.legal([spine[place] for place in schedule.flat()]))
     peak = problem.evaluate(sequence).peak_bytes
     notes.append(f"it peaks at {peak:,} bytes")

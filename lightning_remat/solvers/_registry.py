@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from lightning_remat.errors import BudgetError, SolverError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.schedule import verify
-from lightning_remat.solvers import _plugins
-from lightning_remat.solvers._problem import NodeSequence, Problem
+from lightning_remat.solvers._plugins import Registry
+from lightning_remat.solvers._problem import NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers._prune import required
 from lightning_remat.solvers._solution import Solution, Status
 
@@ -27,7 +27,7 @@ class Answer:
 
     Attributes:
         sequence: nodes in order; ``None`` if none was found within the budget.
-        status: `Status.INFEASIBLE` and `Status.TIMEOUT` come without a sequence.
+        status: all but `Status.OPTIMAL` and `Status.FEASIBLE` come without a sequence.
         lower_bound_seconds: 0 where the algorithm proves none of its own.
         bound_scope: what that bound holds for.
         method: a finer name where one method chose among several ("" otherwise).
@@ -48,10 +48,7 @@ class Algorithm(Protocol):
     def __call__(self, problem: Problem, budget_bytes: int, *, deadline: float) -> Answer: ...
 
 
-_REGISTRY: dict[str, Callable[..., Answer]] = {}
-
-ENTRY_POINTS = "lightning_remat.solvers"
-"""Group of the entry points by which other packages add algorithms (see `_plugins`)."""
+METHODS: Registry[Callable[..., Answer]] = Registry("solver", "lightning_remat.solvers")
 
 
 def register(name: str) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
@@ -62,9 +59,7 @@ def register(name: str) -> Callable[[Callable[..., Answer]], Callable[..., Answe
     """
 
     def add(function: Callable[..., Answer]) -> Callable[..., Answer]:
-        if name in _REGISTRY:
-            raise SolverError(f"a solver named {name!r} is registered already")
-        _REGISTRY[name] = function
+        METHODS.add(name, function)
         return function
 
     return add
@@ -72,7 +67,7 @@ def register(name: str) -> Callable[[Callable[..., Answer]], Callable[..., Answe
 
 def available() -> tuple[str, ...]:
     """Names of all registered methods, and of those that other packages offer through an entry point."""
-    return tuple(sorted(_plugins.names(ENTRY_POINTS).union(_REGISTRY)))
+    return METHODS.names()
 
 
 def options_of(method: str) -> Mapping[str, Any]:
@@ -81,25 +76,12 @@ def options_of(method: str) -> Mapping[str, Any]:
     Raises:
         SolverError: for an unknown method, or another package's that cannot be loaded.
     """
-    parameters = inspect.signature(_algorithm(method)).parameters
+    parameters = inspect.signature(METHODS.get(method)).parameters
     return {
         name: parameter.default
         for name, parameter in parameters.items()
         if parameter.kind is parameter.KEYWORD_ONLY and name != "deadline"
     }
-
-
-def _algorithm(method: str) -> Callable[..., Answer]:
-    if method not in _REGISTRY and method in _plugins.names(ENTRY_POINTS):
-        offered = _plugins.load(ENTRY_POINTS, method)
-        if method not in _REGISTRY:  # importing it may have registered it
-            if not callable(offered):
-                raise SolverError(f"{method!r} ({ENTRY_POINTS}) is a {type(offered).__name__}, not a function")
-            register(method)(offered)
-    try:
-        return _REGISTRY[method]
-    except KeyError:
-        raise SolverError(f"unknown solver {method!r}: choose one of {', '.join(available())}") from None
 
 
 def solve(
@@ -129,7 +111,7 @@ def solve(
         raise BudgetError(f"a budget of {budget_bytes!r}: solve() takes a positive whole number of bytes")
     if not time_limit > 0:
         raise BudgetError(f"a time limit of {time_limit!r}: give a positive number of seconds")
-    algorithm = _algorithm(method)
+    algorithm = METHODS.get(method)
     known = options_of(method)
     for name in options:
         if name not in known:
@@ -143,9 +125,9 @@ def solve(
     return solution_of(graph, problem, answer, budget_bytes, method, dict(known, **options), started)
 
 
-def run_algorithm(method: str, problem: Problem, budget_bytes: int, deadline: float, **options: Any) -> Answer:
+def run_algorithm(method: str, problem: PlainProblem, budget_bytes: int, deadline: float, **options: Any) -> Answer:
     """One algorithm on a problem that exists already: what a portfolio calls."""
-    return _algorithm(method)(problem, budget_bytes, deadline=deadline, **options)
+    return METHODS.get(method)(problem, budget_bytes, deadline=deadline, **options)
 
 
 def solution_of(

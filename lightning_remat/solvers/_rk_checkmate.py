@@ -2,15 +2,14 @@
 
 Rockmate (Zhao et al. 2023) writes Checkmate's program for values instead of ops, so that one op may have several results that
 live and die apart. HiRemate (Gusak et al. 2025, appendix B) gives the formulation: `_phases`, here without options and phantom
-nodes. Its bound holds for `PHASES` only. Above ``max_ops`` nodes the problem is coarsened (`coarsen`), without a bound.
+nodes. Its bound holds for `PHASES` only. Above ``max_ops`` nodes the problem is coarsened (`_coarse_search`), without a bound.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
-from lightning_remat.solvers._coarsen import coarsen
+from lightning_remat.solvers._coarse_search import COARSE_GAP, search_coarsened
 from lightning_remat.solvers._phases import DataFlow, Way, solve_phases
 from lightning_remat.solvers._problem import NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers._prune import drop_unused, keep_longer, once, required
@@ -73,7 +72,13 @@ def rk_checkmate(
     if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:
         return Answer(once(problem), Status.OPTIMAL)
     if len(problem) > max_ops:
-        return _coarsened(problem, budget_bytes, deadline, gap, coarsen_to, solver)
+
+        def solve(coarse: PlainProblem, budget: int, until: float) -> tuple[NodeSequence | None, Status]:
+            flow = data_flow(coarse)
+            result = solve_phases(flow, budget, gap=max(gap, COARSE_GAP), deadline=until, solver=solver)
+            return None if result.runs is None else to_sequence(flow, result.runs), result.status
+
+        return search_coarsened(problem, budget_bytes, coarsen_to, solve, deadline)
     flow = data_flow(problem)
     result = solve_phases(flow, budget_bytes, gap=gap, deadline=deadline, solver=solver)
     scope = f"{PHASES}, each result in memory of its own" if any(problem.overwrites) else PHASES
@@ -86,21 +91,3 @@ def rk_checkmate(
         sequence = keep_longer(problem, sequence, budget_bytes, deadline)
     bound = min(result.bound_seconds, problem.evaluate(sequence).seconds)
     return Answer(sequence, result.status, bound, scope)
-
-
-def _coarsened(
-    problem: Problem, budget_bytes: int, deadline: float, gap: float, coarsen_to: int, solver: str
-) -> Answer:
-    coarse = coarsen(problem, coarsen_to)
-    flow = data_flow(coarse.problem)
-    until = deadline - min(2.0, 0.1 * max(0.0, deadline - time.monotonic()))  # the rest is for filling up
-    result = solve_phases(flow, budget_bytes, gap=max(gap, 5e-3), deadline=until, solver=solver)
-    notes: tuple[str, ...] = (f"{len(problem)} ops coarsened to {len(coarse.problem)}",)
-    if result.runs is None:
-        if result.status is Status.INFEASIBLE:
-            notes = (*notes, "infeasible for this coarsening only: more ops (coarsen_to) may fit")
-        return Answer(None, result.status, notes=notes)
-    sequence = coarse.refine(to_sequence(flow, result.runs))
-    if problem.evaluate(sequence).peak_bytes > budget_bytes:
-        return Answer(None, Status.TIMEOUT, notes=(*notes, "the coarse schedule does not fit the fine problem"))
-    return Answer(keep_longer(problem, sequence, budget_bytes, deadline), Status.FEASIBLE, notes=notes)

@@ -17,6 +17,7 @@ class Status(str, Enum):
     FEASIBLE = "feasible"
     INFEASIBLE = "infeasible"
     TIMEOUT = "timeout"
+    REFUSED = "refused"
 
     @property
     def sentence(self) -> str:
@@ -26,8 +27,9 @@ class Status(str, Enum):
 _SENTENCES = {
     Status.OPTIMAL: "a schedule was found, and none that the bound speaks of is cheaper",
     Status.FEASIBLE: "a schedule within the budget was found; a cheaper one may exist",
-    Status.INFEASIBLE: "no schedule that this method can express stays within the budget",
+    Status.INFEASIBLE: "this method has no schedule that stays within the budget",
     Status.TIMEOUT: "no schedule was found within the time limit; one may exist",
+    Status.REFUSED: "this method does not take graphs of this size",
 }
 
 

@@ -28,7 +28,7 @@ import dataclasses
 import heapq
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import reduce
 from typing import TypeAlias
 
@@ -119,6 +119,30 @@ def solve_program(program: Program, best: NodeSequence | None, gap: float, deadl
         return StagesResult(None, Status.TIMEOUT, bound, notes)
     bound = min(bound, problem.evaluate(best).seconds)
     return StagesResult(best, Status.OPTIMAL if proven else Status.FEASIBLE, bound, notes)
+
+
+def last_useful_stages(problem: PlainProblem, readers: Sequence[Iterable[int]]) -> list[int]:
+    """Last stage in which evaluating each node can serve a read, the boundary or the end; not below its own number.
+
+    Args:
+        problem: the problem.
+        readers: nodes that may read each value.
+    """
+    outputs, transient, finals = map(frozenset, (problem.forward_outputs, problem.forward_transient, problem.finals))
+    last = list(range(len(problem)))
+    for node in range(len(problem) - 1, -1, -1):
+        if not problem.recomputable[node]:
+            continue
+        for v in problem.writes[node]:
+            until = max([last[reader] for reader in readers[v]], default=node)
+            if v in outputs:  # the caller holds it from the boundary on
+                until = min(until, problem.boundary - 1)
+            elif v in finals:
+                until = len(problem) - 1
+            elif v in transient:
+                until = max(until, problem.boundary - 1)
+            last[node] = max(last[node], until)
+    return last
 
 
 def alone_bytes(problem: PlainProblem, node: int) -> int:
@@ -277,22 +301,7 @@ class Program:
         return list(range(len(self.problem)))
 
     def _last_useful_stages(self) -> list[int]:
-        """Last stage in which evaluating each node can serve a read, the boundary or the end; not below its own number."""
-        problem = self.problem
-        last = list(range(len(problem)))
-        for node in range(len(problem) - 1, -1, -1):
-            if not problem.recomputable[node]:
-                continue
-            for v in problem.writes[node]:
-                until = max([last[reader] for reader in problem.consumers[v]], default=node)
-                if v in self.outputs:  # the caller holds it from the boundary on
-                    until = min(until, problem.boundary - 1)
-                elif v in self.finals:
-                    until = len(problem) - 1
-                elif v in self.transient:
-                    until = max(until, problem.boundary - 1)
-                last[node] = max(last[node], until)
-        return last
+        return last_useful_stages(self.problem, self.problem.consumers)
 
     def _add_computations(self) -> None:
         """R_{t,k}: 1 where stage t evaluates node k. Row t ends with R_{t,t} = 1."""

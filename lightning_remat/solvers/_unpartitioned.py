@@ -59,7 +59,7 @@ def checkmate_unpartitioned(
         note = (
             f"refused: {len(problem)} ops are more than max_ops={max_ops}, and this program is for comparison; use milp"
         )
-        return Answer(None, Status.INFEASIBLE, notes=(note,))
+        return Answer(None, Status.REFUSED, notes=(note,))
     if note := too_large(problem, budget_bytes):
         return Answer(None, Status.INFEASIBLE, notes=(note,))
     half = time.monotonic() + 0.5 * max(0.0, deadline - time.monotonic())
