@@ -103,6 +103,16 @@ def test_graphs_on_a_line_through_two(seed: int, batch_size: int) -> None:
     assert solve(drawn, peak, "no_remat").peak_bytes <= peak
 
 
+def test_what_is_drawn_once_in_either_is_drawn_once() -> None:
+    chain = unit_chain(2)
+    again, once = (
+        chain.replace(ops=tuple(dataclasses.replace(op, random=True, recomputable=flag) for op in chain.ops))
+        for flag in (True, False)
+    )
+    drawn = [linear_in_batch(small, 1, large, 2)(3) for small, large in ((again, again), (again, once), (once, again))]
+    assert [{op.recomputable for op in graph.ops} for graph in drawn] == [{True}, {False}, {False}]
+
+
 def test_values_between_bytes_are_rounded_up() -> None:
     small, large = unit_chain(2), unit_chain(2).replace(storages=(2,) * 5)
     assert linear_in_batch(small, 1, large, 3)(2).storages == (2,) * 5

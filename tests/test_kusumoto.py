@@ -228,3 +228,7 @@ class TestJointGraphs:
     def test_an_unknown_objective_is_said(self) -> None:
         with pytest.raises(SolverError, match="unknown objective 'speed'"):
             solve(unit_chain(16), 12, "approx_dp", objective="speed")
+
+    def test_a_resolution_of_nothing_is_said(self) -> None:
+        with pytest.raises(SolverError, match="resolution=0: give the number of units"):
+            solve(unit_chain(16), 12, "exact_dp", resolution=0)

@@ -170,7 +170,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 def batch_sizes(name: str, quick: bool) -> dict[str, Any]:
     """Figure 6's bars of one network, and what would fit if every result of the forward were held."""
-    sizes = (8, 16)
+    sizes = (32, 64)
     ops_at = linear_in_batch(capture(name, sizes[0]), sizes[0], capture(name, sizes[1]), sizes[1])
 
     def layers_at(batch: int) -> ComputationGraph:
@@ -187,8 +187,9 @@ def batch_sizes(name: str, quick: bool) -> dict[str, Any]:
     for method in BASELINES:
         found[method] = extrapolated_batch_size(layers_at(each), CARD, fixed, batch_size=each, method=method).batch_size
     ours: list[tuple[str, Any, dict[str, Any]]] = [("greedy", layers_at, {}), ("greedy, ops", ops_at, {})]
-    ours.append(("treewidth, ops", ops_at, {}))
+    ours += [("treewidth, ops", ops_at, {}), ("rotor, ops", ops_at, {})]
     if not quick:
+        ours.append(("hiremate, ops", ops_at, {}))
         ours.append((LP, layers_at, {"max_ops": LARGEST_FOR_LP}))
     for label, graph_of, options in ours:
         method = label.partition(",")[0]

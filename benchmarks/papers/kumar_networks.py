@@ -22,11 +22,15 @@ Pull = Callable[[int], list[tuple[int, int]]]
 class Tape:
     """Ops in order, each with one output, and how their gradients are computed.
 
+    Args:
+        hold_gradients: the final node reads the gradients of all weights: they are all there at the end.
+
     Attributes:
         sizes: of each op's output, in elements.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hold_gradients: bool = False) -> None:
+        self._hold_gradients = hold_gradients
         self.sizes: list[int] = []
         self._ops: list[tuple[str, tuple[int, ...]]] = []
         self._pulls: list[Pull | None] = []
@@ -85,7 +89,7 @@ class Tape:
         if shared:
             self._shared.setdefault(shared, []).append(gradient)
         else:
-            self._updates.append(self.op("apply", [gradient], 0))
+            self._updates.append(gradient if self._hold_gradients else self.op("apply", [gradient], 0))
 
     def each(self, name: str, x: int, *, elements: int | None = None, reads: str = "") -> int:
         """An op of one input whose gradient reads nothing beside, its ``"input"`` or its ``"output"``."""
@@ -268,13 +272,17 @@ def resnet(depth: int, batch: int = 32) -> ComputationGraph:
     return tape.train(tape.cross_entropy(logits, tape.data(batch * 1001)), f"ResNet {depth}")
 
 
-def transformer(layers: int = 6, *, big: bool = False, length: int = 256) -> ComputationGraph:
+def transformer(
+    layers: int = 6, *, big: bool = False, length: int = 256, hold_gradients: bool = False
+) -> ComputationGraph:
     """The official Transformer at its default sizes: 2048 tokens a batch in the base model and 4096 in the big one, in
-    sentences of ``length`` tokens on both sides (the paper does not say how its batches are filled)."""
+    sentences of ``length`` tokens on both sides (the paper does not say how its batches are filled).
+
+    With ``hold_gradients`` the gradients of all weights are there at the end (see `Tape`)."""
     width, inner, heads, tokens = (1024, 4096, 16, 4096) if big else (512, 2048, 8, 2048)
     vocabulary, size = 33708, tokens * width
     scores = tokens * length * heads
-    tape = Tape()
+    tape = Tape(hold_gradients)
 
     def embedded() -> int:
         x = tape.weighted("gather", tape.data(tokens), size, vocabulary * width, "embedding")

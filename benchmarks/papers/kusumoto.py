@@ -15,22 +15,18 @@ peaks are exact (`Problem.evaluate`). GB is 1e9 bytes.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import importlib.metadata
-import json
 import math
-import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.papers._report import script
 from benchmarks.papers.kusumoto_networks import CONVOLUTION_COST, NETWORKS, OTHER_COST, Network, build
 from lightning_remat.schedule import verify
 from lightning_remat.solvers import Problem
@@ -48,7 +44,6 @@ from lightning_remat.solvers._lower_sets import (
 )
 from lightning_remat.solvers._prune import once
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "papers"
 DEVICE_BYTES = 11_400_000_000
 """Memory of the paper's K40 (section 5)."""
 
@@ -72,6 +67,9 @@ SLACK = 5
 The paper found its B by a binary search whose resolution it does not give. On VGG19 the memory-centric strategy saves what
 the paper says from 3 % above the smallest B on, and a third less below; the time-centric ones lose a point or two over 5 %.
 """
+
+EXACT_UP_TO = 1000
+"""Lower sets up to which ExactDP is run: PSPNet and GoogLeNet have 12,533 and 21,936, which takes many minutes."""
 
 SWEEP = (0, 3, 5, 10, 20, 40, 60)
 """The same, for a look at what the slack does to ApproxDP's reductions."""
@@ -353,13 +351,40 @@ def show_trade_off(results: Sequence[dict[str, Any]]) -> Table:
 # -- what is left behind ----------------------------------------------------------------------------------------------------
 
 
-def picture(rows: Sequence[dict[str, Any]], curves: Sequence[dict[str, Any]], path: Path) -> bool:
+def run(quick: bool, console: Console) -> dict[str, Any]:
+    """All networks; returns what goes into the file."""
+    rows, curves = [], []
+    for name in track(("U-Net", "VGG19", "ResNet50") if quick else NETWORKS, "Table 1, Figure 4", console=console):
+        network = build(name)
+        row, strategies = table_row(network, SLACK / 100, 0 if quick else EXACT_UP_TO)
+        rows.append(row)
+        curves.append(trade_off(network, strategies, DEVICE_BYTES))
+    return {"slack_percent": SLACK, "exact_up_to": EXACT_UP_TO, "table_1": rows, "figure_4": curves}
+
+
+def present(data: Mapping[str, Any]) -> list[RenderableType]:
+    """What is printed."""
+    rows = data["table_1"]
+    distances = {row["network"]: off(row) for row in rows}
+    own = [all(abs(by) <= WITHIN for method, by in one.items() if method != "Chen's") for one in distances.values()]
+    within = [name for name, one in distances.items() if all(abs(by) <= WITHIN for by in one.values())]
+    agree = f"the method's own reductions on {sum(own)} of {len(rows)} networks, Chen's too on {len(within)}"
+    notes = [f"within {WITHIN} points of the paper: {agree}"]
+    for name, one in distances.items():
+        if name not in within:
+            worst = ", ".join(f"{method} by {by:+.0f}" for method, by in one.items() if abs(by) > WITHIN)
+            notes.append(f"{name} is off: {worst}. {CAUSES.get(name, 'Cause unknown')}")
+    return [show_table(rows), *notes, show_trade_off(data["figure_4"])]
+
+
+def picture(data: Mapping[str, Any], path: Path) -> bool:
     """Reductions beside the paper's, and time against batch size; ``False`` without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         return False
+    rows, curves = data["table_1"], data["figure_4"]
     columns = 4
     lines = 1 + -(-len(curves) // columns)
     figure = Figure(figsize=(4.2 * columns, 3.4 * lines), dpi=110, layout="constrained")
@@ -409,61 +434,10 @@ def picture(rows: Sequence[dict[str, Any]], curves: Sequence[dict[str, Any]], pa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print both, and write JSON and a picture; returns an exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="U-Net, VGG19 and ResNet50, the pruned family only")
-    parser.add_argument("--network", action="append", choices=NETWORKS, help="this one only (may be repeated)")
-    parser.add_argument(
-        "--slack", type=float, default=SLACK, help="percent by which B is above the smallest feasible one"
-    )
-    exact = "lower sets up to which ExactDP is run (PSPNet and GoogLeNet have 12,533 and 21,936: many minutes)"
-    parser.add_argument("--exact-up-to", type=int, default=1000, help=exact)
-    parser.add_argument("--out", type=Path, default=RESULTS / "kusumoto.json", help="where the JSON goes")
-    options = parser.parse_args(argv)
-    names = options.network or (("U-Net", "VGG19", "ResNet50") if options.quick else NETWORKS)
-    console = Console(width=None if sys.stdout.isatty() else 200)
-    rows, curves = [], []
-    for name in track(names, "planning", console=console, transient=True, disable=not sys.stdout.isatty()):
-        network = build(name)
-        row, strategies = table_row(network, options.slack / 100, 0 if options.quick else options.exact_up_to)
-        rows.append(row)
-        curves.append(trade_off(network, strategies, DEVICE_BYTES))
-    console.print(show_table(rows))
-    within = [row["network"] for row in rows if all(abs(points) <= WITHIN for points in off(row).values())]
-    own = [
-        row for row in rows if all(abs(points) <= WITHIN for method, points in off(row).items() if method != "Chen's")
-    ]
-    console.print(
-        f"within {WITHIN} points of the paper: the method's own reductions on {len(own)} of {len(rows)} networks, "
-        f"Chen's too on {len(within)}",
-        highlight=False,
-    )
-    for row in rows:
-        if row["network"] not in within:
-            worst = ", ".join(
-                f"{method} by {points:+.0f}" for method, points in off(row).items() if abs(points) > WITHIN
-            )
-            console.print(
-                f"{row['network']} is off: {worst}. {CAUSES.get(row['network'], 'Cause unknown')}", markup=False
-            )
-    console.print(show_trade_off(curves))
-    data = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "machine": {"system": platform.system(), "processor": platform.processor() or platform.machine()},
-        "versions": {
-            "python": platform.python_version(),
-            **{package: importlib.metadata.version(package) for package in ("torch", "pytorchcv", "numpy")},
-        },
-        "quick": options.quick,
-        "slack_percent": options.slack,
-        "table_1": rows,
-        "figure_4": curves,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    picture(rows, curves, options.out.with_suffix(".png"))
-    console.print(f"written: {options.out}, and a picture beside it", markup=False, soft_wrap=True)
-    return 0
+    """Run the networks, print both, write the file and the picture."""
+    quick = "U-Net, VGG19 and ResNet50, the pruned family only"
+    packages = ("lightning_remat", "torch", "pytorchcv", "numpy")
+    return script("kusumoto", __doc__, quick, run, present, picture, packages, argv)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,8 @@ class Network:
             tensor("images", batch * self.input_bytes, TensorRole.BATCH),
             tensor("parameters", self.parameter_bytes, TensorRole.PARAMETER),
         ]
-        results, kept = [], []
+        results: list[int] = []
+        kept: list[list[int]] = []
         for layer in self.layers:
             reads = tuple(dict.fromkeys(held[0] if i < 0 else results[i] for i in layer.inputs))
             if layer.kind == "crop" and not lean:

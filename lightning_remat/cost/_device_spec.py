@@ -45,6 +45,7 @@ def _gpu(name: str, *, f64: float, f32: float, f16: float, bf16: float | None, g
 # NVIDIA's data sheets and architecture white papers; SXM modules unless the name says PCIe. 16-bit rates are those of
 # the tensor cores, dense. The launch time is a round figure for eager PyTorch.
 _GPUS = (
+    _gpu("P100", f64=4.7, f32=9.3, f16=18.7, bf16=None, gigabytes=732),  # PCIe
     _gpu("T4", f64=0.25, f32=8.1, f16=65, bf16=None, gigabytes=320),
     _gpu("V100", f64=7.8, f32=15.7, f16=125, bf16=None, gigabytes=900),
     _gpu("A100-40", f64=9.7, f32=19.5, f16=312, bf16=312, gigabytes=1555),
@@ -62,6 +63,7 @@ _TABLE = {spec.name.lower(): spec for spec in (*_GPUS, _CPU)}
 
 # How `torch.cuda.get_device_name` names them; the first match counts.
 _CUDA_NAMES = (
+    (r"\bP100", "P100"),
     (r"\bT4\b", "T4"),
     (r"\bV100", "V100"),
     (r"\bA100.*80GB", "A100-80"),

@@ -166,14 +166,18 @@ def linear_in_batch(
     """Graphs of any batch size, with the bytes and seconds of everything on the line through two captured batch sizes.
 
     What does not depend on the batch (parameters, their gradients) is found to be constant by itself. Values between bytes
-    are rounded up, and nothing goes below zero. Shapes are those of ``small``.
+    are rounded up, and nothing goes below zero. Shapes are those of ``small``. Random numbers that are captured as drawn once
+    in either (small ones are) are drawn once in all.
 
     Raises:
         GraphError: where the two are not the same ops on the same tensors, or the sizes are equal.
     """
 
     def skeleton(graph: ComputationGraph) -> list[object]:
-        plain = [dataclasses.replace(op, seconds=0.0, workspace_bytes=0) for op in graph.ops]
+        plain = [
+            dataclasses.replace(op, seconds=0.0, workspace_bytes=0, recomputable=op.recomputable or op.random)
+            for op in graph.ops
+        ]
         tensors = [(tensor.storage, tensor.role) for tensor in graph.tensors]
         return [plain, tensors, graph.inputs, graph.forward_outputs, graph.forward_transient, graph.backward_outputs]
 
@@ -192,6 +196,7 @@ def linear_in_batch(
                 op,
                 seconds=between(op.seconds, other.seconds),
                 workspace_bytes=whole(op.workspace_bytes, other.workspace_bytes),
+                recomputable=op.recomputable and other.recomputable,
             )
             for op, other in zip(small.ops, large.ops, strict=True)
         )

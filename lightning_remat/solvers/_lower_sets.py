@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
+from lightning_remat.errors import SolverError
 from lightning_remat.solvers._problem import NodeSequence, PlainProblem
 from lightning_remat.solvers._prune import drop_unused
 
@@ -143,7 +144,12 @@ def forward_graph(problem: PlainProblem, resolution: int = 2000) -> ForwardGraph
         problem: the problem.
         resolution: into how many units the time of the whole forward is divided. Times that are whole numbers of seconds, and
             few enough in sum, are left as they are.
+
+    Raises:
+        SolverError: for a resolution below 1.
     """
+    if resolution < 1:
+        raise SolverError(f"resolution={resolution!r}: give the number of units of time in one forward, 1 or more")
     forward = range(problem.boundary)
     seconds = problem.seconds[: problem.boundary]
     total = sum(seconds)
