@@ -1,6 +1,6 @@
 """Checkmate (Jain et al. 2020), section 6: Table 2, and what Figures 5 and 6 show.
 
-    python -m benchmarks.papers.checkmate            # all of it: many minutes
+    python -m benchmarks.papers.checkmate            # all of it: a quarter of an hour
     python -m benchmarks.papers.checkmate --quick    # VGG16 and U-Net, a budget or two
 
 Costs are FLOPs. Schedules are made for graphs of layers, as the paper's are (`checkmate_networks.layers`). Each network is
