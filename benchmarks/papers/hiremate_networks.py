@@ -331,7 +331,7 @@ _NETWORKS: Mapping[str, Callable[[int], Step]] = {
     "U-FNO": _function(UFNO, 96, 200, 24, 12),
     "UNO": _function(UNO, 64, 64, 10, 1),
     "ResNet34": _images(lambda: _pytorchcv("resnet", "resnet34")),
-    "Transformer 1-1": _transformer(1),
+    "Transformer 2-2": _transformer(2),
     "GPT 5": _gpt2(5, 768, 12),
 }
 NETWORKS = tuple(_NETWORKS)

@@ -1,6 +1,6 @@
 """Kumar et al. 2019, section 4: Tables 1 and 2, and what Figures 2 to 4 show, on graphs of the same networks.
 
-    python -m benchmarks.papers.kumar            # all of it: minutes
+    python -m benchmarks.papers.kumar            # all of it: a minute
     python -m benchmarks.papers.kumar --quick    # small depths only
 
 NoRemat, GreedyRemat and TWRemat run under the paper's model: one final node, every op costs 1, memory is the bytes of the
