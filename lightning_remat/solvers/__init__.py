@@ -7,6 +7,7 @@ from lightning_remat.solvers import (  # registers the methods
     _auto,
     _checkpointing,
     _chen,
+    _crossing,
     _greedy,
     _greedy_xla,
     _griewank,
