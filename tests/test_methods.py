@@ -13,6 +13,7 @@ PAPERS = {
     "linearized_sqrt", "linearized_greedy", "no_remat", "checkpoint_all", "greedy_xla", "treewidth", "pathwidth", "exact_dp",
     "approx_dp", "rk_checkmate", "rotor", "h_ilp", "hiremate", "moccasin",
 }  # fmt: skip
+OWN = {"auto", "greedy", "crossing"}
 
 
 def only_backward() -> ComputationGraph:
@@ -23,11 +24,11 @@ def only_backward() -> ComputationGraph:
 
 
 def test_all_of_the_papers_are_there() -> None:
-    assert set(available()) == PAPERS | {"auto", "greedy"}
+    assert set(available()) == PAPERS | OWN
     assert all("deadline" not in options_of(method) for method in available())
 
 
-@pytest.mark.parametrize("method", sorted(PAPERS | {"auto", "greedy"}))
+@pytest.mark.parametrize("method", sorted(PAPERS | OWN))
 @pytest.mark.parametrize("make", [only_backward, lambda: ComputationGraph((), (), ())], ids=["only-backward", "empty"])
 def test_small_and_odd_graphs(method: str, make) -> None:
     graph = make()
@@ -39,7 +40,7 @@ def test_small_and_odd_graphs(method: str, make) -> None:
         assert too_little.status in (Status.INFEASIBLE, Status.TIMEOUT)
 
 
-@pytest.mark.parametrize("method", sorted(PAPERS - {"no_remat", "checkpoint_all", "moccasin"} | {"auto", "greedy"}))
+@pytest.mark.parametrize("method", sorted(PAPERS - {"no_remat", "checkpoint_all", "moccasin"} | OWN))
 def test_a_budget_below_every_op_finds_nothing(method: str) -> None:
     solution = solve(unit_chain(6), 2, method, 5.0)
     assert solution.schedule is None

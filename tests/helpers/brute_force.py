@@ -99,7 +99,7 @@ def cheapest_of_any_order(problem: Problem, budget: int) -> float:
         present, done, crossed = state
         if not crossed and not rules.crossing & ~present and not before & ~done:
             yield 0.0, (present | rules.tangents, done, 1)
-        if crossed and not rules.finals & ~present and not _mask(draws) & ~done:
+        if crossed and not rules.finals & ~present and not tracked & ~done:  # which may have effects
             yield 0.0, ()
         for node in range(len(problem) if crossed else problem.boundary):
             if once[node] and done >> node & 1:
