@@ -27,7 +27,7 @@ def test_every_method_returns_what_it_says(seed: int, share: float) -> None:
     for method in available():
         solution = solve(graph, budget, method, 5.0)
         if solution.schedule is None:
-            assert solution.status in (Status.INFEASIBLE, Status.TIMEOUT)
+            assert solution.status in (Status.INFEASIBLE, Status.TIMEOUT, Status.REFUSED)
             assert solution.gap == float("inf")
             assert budget < top, f"{method} found nothing although no rematerialization is needed"
         else:
@@ -63,7 +63,7 @@ def test_greedy_fills_the_budget_of_a_chain() -> None:
 
 def test_auto_says_what_happened() -> None:
     solution = solve(unit_chain(30), 12, "auto", 20.0)
-    assert solution.method in {"auto:greedy", "auto:chen_sqrt", "auto:treewidth"}
+    assert solution.method in {"auto:crossing", "auto:rotor"}
     assert any(note.startswith("no_remat: infeasible") for note in solution.notes)
     assert any("milp: not tried" in note for note in solution.notes)
     assert any(note.startswith("chose ") for note in solution.notes)

@@ -41,8 +41,10 @@ def verify(graph: ComputationGraph, schedule: Schedule, budget_bytes: int | None
     tangents = set(graph.inputs) - owned
     # Which copy of which storage a present tensor lies on. Copies are told apart by the step that made them.
     where: dict[int, tuple[int, int]] = {t: (graph.tensors[t].storage, -1) for t in owned}
-    input_copies = set(where.values())
-    kept_by_caller: set[tuple[int, int]] = set(input_copies)
+    lying_on: dict[tuple[int, int], set[int]] = {}  # the other way round
+    for t, copy in where.items():
+        lying_on.setdefault(copy, set()).add(t)
+    kept_by_caller: set[tuple[int, int]] = set(lying_on)
     runs = [0] * len(graph.ops)
     draws = [i for i, op in enumerate(graph.ops) if op.random]
     mutators = [i for i, op in enumerate(graph.ops) if op.mutates]
@@ -53,6 +55,16 @@ def verify(graph: ComputationGraph, schedule: Schedule, budget_bytes: int | None
     def held(extra: set[tuple[int, int]]) -> int:
         copies = set(where.values()) | kept_by_caller | extra
         return outside + sum(graph.storages[storage] for storage, _ in copies)
+
+    def put(t: int, copy: tuple[int, int]) -> None:
+        where[t] = copy
+        lying_on.setdefault(copy, set()).add(t)
+
+    def take_away(t: int) -> None:
+        copy = where.pop(t)
+        lying_on[copy].discard(t)
+        if not lying_on[copy]:
+            del lying_on[copy]
 
     def account(number: int, label: str, amount: int) -> None:
         nonlocal peak
@@ -74,7 +86,7 @@ def verify(graph: ComputationGraph, schedule: Schedule, budget_bytes: int | None
                 raise ScheduleError(f"step {number}: {graph.ops[i].name} has not run when the forward ends")
         kept_by_caller.update(where[t] for t in graph.forward_outputs)
         for t in tangents:
-            where[t] = (graph.tensors[t].storage, -2)
+            put(t, (graph.tensors[t].storage, -2))
 
     current = held(set())
     account(0, "start", current)
@@ -85,10 +97,11 @@ def verify(graph: ComputationGraph, schedule: Schedule, budget_bytes: int | None
         if not isinstance(step, Compute):
             if step.tensor in owned:
                 raise ScheduleError(f"step {number} frees {names[step.tensor]}, which the caller holds")
-            copy = where.pop(step.tensor, None)
-            if copy is None:
+            if step.tensor not in where:
                 raise ScheduleError(f"step {number} frees {names[step.tensor]}, which is not present")
-            if copy not in kept_by_caller and copy not in where.values():
+            copy = where[step.tensor]
+            take_away(step.tensor)
+            if copy not in kept_by_caller and copy not in lying_on:
                 current -= graph.storages[copy[0]]
             continue
         op = graph.ops[step.op]
@@ -133,14 +146,14 @@ def verify(graph: ComputationGraph, schedule: Schedule, budget_bytes: int | None
                 raise ScheduleError(
                     f"step {number}: {op.name} overwrites {names[step.over]}, which the caller holds or the forward saved"
                 )
-            for t in [t for t, lies_on in where.items() if lies_on == copy]:
-                del where[t]
+            for t in list(lying_on[copy]):
+                take_away(t)
             current -= graph.storages[copy[0]]
         account(number, op.name, current + made + op.workspace_bytes)
         for t in op.outputs:
-            where.setdefault(t, copies[graph.tensors[t].storage])
-        present = set(where.values())
-        current += sum(graph.storages[copy[0]] for copy in fresh if copy in present)
+            if t not in where:
+                put(t, copies[graph.tensors[t].storage])
+        current += sum(graph.storages[copy[0]] for copy in fresh if copy in lying_on)
     if schedule.boundary == len(schedule.steps):
         end_forward(len(schedule.steps))
     for t in graph.backward_outputs:

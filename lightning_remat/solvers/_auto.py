@@ -1,8 +1,9 @@
-"""The portfolio: methods in turn within the time limit, the cheapest verified schedule kept, and a word on each.
+"""The portfolio: what is quick and good on networks first, the cheapest schedules improved, and a bound beside.
 
-No method is best everywhere. The block-wise greedy is fast and good on networks; Checkmate's program is exact on small
-graphs; treewidth finds schedules at low budgets where the others find none. What was tried, and how it went, is in the
-answer's notes.
+"crossing" gives the bound, and schedules that are near it where the moment between forward and backward is what binds. "rotor"
+decides by blocks, which is better where the budget is low. Whichever is cheapest is where `improve` begins. Graphs of a few
+dozen nodes get the other methods too, Checkmate's program among them; larger ones only where nothing was found so far. What was
+tried, and how it went, is in the answer's notes.
 """
 
 from __future__ import annotations
@@ -12,12 +13,28 @@ import time
 
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.solvers._greedy import smallest
-from lightning_remat.solvers._problem import Problem
+from lightning_remat.solvers._improve import improve
+from lightning_remat.solvers._problem import NodeSequence, Problem
 from lightning_remat.solvers._registry import Answer, register, run_algorithm, solution_of
 from lightning_remat.solvers._solution import Solution, Status
 
 EXACT_UP_TO = 40
 """Nodes up to which Checkmate's program is tried whole."""
+
+FIRST = ("crossing", "rotor")
+SMALL = (
+    "greedy", "chen_sqrt", "chen_greedy", "ap_sqrt", "ap_greedy", "linearized_sqrt", "linearized_greedy", "griewank_logn",
+    "greedy_xla", "treewidth", "pathwidth", "approx_dp", "exact_dp",
+)  # fmt: skip
+"""Methods that take milliseconds on a few dozen nodes."""
+
+OTHERWISE = ("greedy", "hiremate", "treewidth", "linearized_greedy", "griewank_logn")
+"""Methods for larger graphs on which the first ones found nothing."""
+
+
+def usual_seconds(problem: Problem) -> float:
+    """How long a search for a graph of this size pays: a few seconds, and some more for thousands of nodes."""
+    return 3.0 + len(problem) / 500
 
 
 @register("auto")
@@ -26,28 +43,30 @@ def auto(
     budget_bytes: int,
     *,
     deadline: float,
+    seconds: float | None = None,
     exact_up_to: int = EXACT_UP_TO,
     exact_seconds: float = 5.0,
+    improvements: int = 2,
 ) -> Answer:
-    """Try what suits the size of the problem, and keep the cheapest schedule.
+    """Try what suits the size of the problem, improve what is cheapest, and keep the best.
 
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
         deadline: `time.monotonic` at which to stop.
-        exact_up_to: nodes up to which Checkmate's program is solved whole (beyond, only the heuristics are tried, and
-            treewidth where they find nothing).
+        seconds: how long to search once a schedule is at hand; ``None`` for what usually pays (`usual_seconds`).
+        exact_up_to: nodes up to which Checkmate's program is solved whole, and all quick methods are tried.
         exact_seconds: the most that Checkmate's program may take here; method ``"milp"`` takes the whole time limit.
+        improvements: how many of the cheapest schedules are improved.
     """
     started = time.monotonic()
+    until = min(deadline, started + (usual_seconds(problem) if seconds is None else seconds))
     notes: list[str] = []
-    best: tuple[float, Answer, str] | None = None
-    bound, scope = 0.0, ""
+    found: list[tuple[float, NodeSequence, str]] = []
+    bounds: list[tuple[float, str]] = []
 
-    def attempt(method: str, share: float, seconds: float = math.inf) -> Answer:
-        nonlocal best, bound, scope
+    def attempt(method: str, limit: float) -> None:
         begun = time.monotonic()
-        limit = begun + min(seconds, share * max(0.0, deadline - begun))
         answer = run_algorithm(method, problem, budget_bytes, limit)
         taken = time.monotonic() - begun
         if answer.sequence is None:
@@ -55,29 +74,46 @@ def auto(
         else:
             cost = problem.evaluate(answer.sequence).seconds
             notes.append(f"{method}: {cost:.6g} s a step, {answer.status.value} after {taken:.1f} s")
-            if best is None or cost < best[0]:
-                best = (cost, answer, method)
+            found.append((cost, answer.sequence, method))
         notes.extend(f"{method}: {note}" for note in answer.notes)
-        if answer.lower_bound_seconds > bound:
-            bound, scope = answer.lower_bound_seconds, answer.bound_scope
-        return answer
+        bounds.append((answer.lower_bound_seconds, answer.bound_scope))
 
-    if attempt("no_remat", 1.0).sequence is None:
-        attempt("greedy", 0.5)
-        attempt("chen_sqrt", 0.5)
-        if len(problem) <= exact_up_to:
-            attempt("milp", 0.7, exact_seconds)
+    def proven(cost: float) -> tuple[float, str]:
+        """The largest bound; a schedule that is cheaper than a bound is not one of those that the bound speaks of."""
+        return max([one for one in bounds if one[0] <= cost * (1 + 1e-9)], default=(0.0, ""))
+
+    attempt("no_remat", deadline)
+    if not found:
+        small = len(problem) <= exact_up_to
+        for method in FIRST:
+            attempt(method, until)
+        for method in SMALL if small else ():
+            attempt(method, until)
+        if small:
+            attempt("lp_rounding", min(until, time.monotonic() + exact_seconds))
+            attempt("milp", min(deadline, time.monotonic() + exact_seconds))
         else:
             notes.append(f"milp: not tried, {len(problem)} operations are more than {exact_up_to}")
-        if best is None:
-            attempt("treewidth", 1.0)
-    if best is None:
+        for method in OTHERWISE:
+            if not found and time.monotonic() < deadline:
+                attempt(method, 0.5 * (deadline + time.monotonic()))
+        found.sort(key=lambda one: one[0])
+        for cost, sequence, method in found[:improvements]:
+            left = until - time.monotonic()
+            if left > 0 and found[0][0] > proven(found[0][0])[0] * (1 + 1e-9):
+                better, attempts = improve(problem, sequence, budget_bytes, time.monotonic() + left / improvements)
+                now = problem.evaluate(better).seconds
+                notes.append(f"improved {method} from {cost:.6g} to {now:.6g} s a step in {attempts} attempts")
+                found.append((now, better, method))
+    if not found:
         late = time.monotonic() >= deadline
-        return Answer(None, Status.TIMEOUT if late else Status.INFEASIBLE, notes=tuple(notes))
-    cost, answer, method = best
+        bound, scope = proven(math.inf)
+        return Answer(None, Status.TIMEOUT if late else Status.INFEASIBLE, bound, scope, notes=tuple(notes))
+    cost, sequence, method = min(found, key=lambda one: one[0])
+    bound, scope = proven(cost)
     status = Status.OPTIMAL if cost <= bound * (1 + 1e-9) else Status.FEASIBLE
     notes.append(f"chose {method} after {time.monotonic() - started:.1f} s")
-    return Answer(answer.sequence, status, bound, scope, method=method, notes=tuple(notes))
+    return Answer(sequence, status, bound, scope, method=method, notes=tuple(notes))
 
 
 def find_smallest(graph: ComputationGraph, time_limit: float = 30.0) -> Solution:

@@ -138,14 +138,33 @@ def _needed_at_the_boundary(problem: PlainProblem) -> set[int]:
 
 
 def schedules(
-    problem: PlainProblem, program: CrossingProgram, amounts: Iterable[float], deadline: float
-) -> list[NodeSequence]:
-    """Schedules that keep what the program holds for each amount of bytes; what is computed again waits or does not."""
+    problem: PlainProblem,
+    program: CrossingProgram,
+    amounts: Iterable[float],
+    budget_bytes: int,
+    most: int,
+    deadline: float,
+) -> tuple[list[NodeSequence], int]:
+    """Schedules that keep what the program holds for each amount of bytes; what is computed again waits, or does not.
+
+    Args:
+        problem: the problem.
+        program: its program.
+        amounts: of bytes at the crossing, from the largest on, since those take the least time.
+        budget_bytes: the most that may be held at any moment.
+        most: how many schedules within the budget are enough.
+        deadline: `time.monotonic` at which to stop.
+
+    Returns:
+        Those within the budget, and the smallest peak that was met.
+    """
     forward = frozenset(v for v, made in enumerate(problem.producer) if 0 <= made < problem.boundary)
-    found: dict[tuple[int, ...], NodeSequence] = {}
+    found: list[NodeSequence] = []
+    smallest = problem.evaluate(problem.captured).peak_bytes
     seen: set[frozenset[int]] = set()
     for amount in amounts:
-        if time.monotonic() > deadline or program.solve(amount, deadline - time.monotonic()) is None:
+        left = deadline - time.monotonic()
+        if len(found) >= most or left < 0 or program.solve(amount, left) is None:
             break
         keep = program.kept()
         if keep in seen:
@@ -155,8 +174,12 @@ def schedules(
             sequence = rollout(problem, keep, forget)
             if len(sequence.nodes) <= LONGEST * len(problem):
                 sequence = drop_unused(problem, sequence)
-                found[sequence.nodes] = sequence
-    return list(found.values())
+                peak = problem.evaluate(sequence).peak_bytes
+                smallest = min(smallest, peak)
+                if peak <= budget_bytes:
+                    found.append(sequence)
+                    break
+    return found, smallest
 
 
 @register("crossing")
@@ -184,11 +207,10 @@ def crossing(
     with contextlib.closing(CrossingProgram(problem, solver)) as program:
         most = min(float(program.room(budget_bytes)), program.all_bytes)
         bound = program.solve(most, deadline - time.monotonic())
-        found = schedules(problem, program, [most * i / amounts for i in range(amounts, -1, -1)], deadline)
-    peaks = [problem.evaluate(sequence).peak_bytes for sequence in found]
-    fits = [sequence for sequence, peak in zip(found, peaks, strict=True) if peak <= budget_bytes]
-    notes = (f"{len(fits)} of {len(found)} schedules fit" + (f", smallest peak {min(peaks):,} bytes" if found else ""),)
-    best = finish(problem, fits, budget_bytes, deadline, attempts)
+        steps = [most * step / amounts for step in range(amounts, -1, -1)]
+        found, smallest = schedules(problem, program, steps, budget_bytes, attempts, deadline)
+    notes = (f"{len(found)} schedules fit, the smallest peak met is {smallest:,} bytes",)
+    best = finish(problem, found, budget_bytes, deadline, attempts)
     if best is None:
         status = Status.TIMEOUT if time.monotonic() > deadline else Status.INFEASIBLE
         return Answer(None, status, bound or 0.0, BACKWARD_AFTER_FORWARD, notes=notes)

@@ -315,6 +315,14 @@ class Problem(PlainProblem):
                     found[value].append(t)
         return found
 
+    @cached_property
+    def _tensors_on(self) -> list[list[int]]:
+        """Tensors of each storage."""
+        found: list[list[int]] = [[] for _ in self.graph.storages]
+        for t, tensor in enumerate(self.graph.tensors):
+            found[tensor.storage].append(t)
+        return found
+
     def expand(self, sequence: NodeSequence) -> Schedule:
         """The schedule over ops and tensors: views where they are used, frees as early as they can be."""
         graph = self.graph
@@ -366,7 +374,7 @@ class Problem(PlainProblem):
             if position in taken:
                 storage = self.storage[taken[position]]
                 over = next(t for t in op.overwritable if graph.tensors[t].storage == storage)
-                present -= {t for t in present if graph.tensors[t].storage == storage}
+                present -= {t for t in self._tensors_on[storage] if t in present}
             steps.append(Compute(self.ops[node], over))
             present.update(op.outputs)
             give_up(made)

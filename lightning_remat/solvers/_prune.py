@@ -2,14 +2,17 @@
 
 Solvers that plan on a coarser problem, or without looking at the budget, repeat more than they must. Both passes here only
 take evaluations out, so the order of what remains is theirs. Neither is optimal: `keep_longer` is greedy, the evaluation
-that saves the most seconds for the bytes held longer goes first.
+that saves the most seconds for what it takes of the budget goes first. What that is may be told in several ways (`CHARGES`):
+bytes say nothing of when they are held, and a budget is short at few moments. Which is best differs from graph to graph.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import time
 from bisect import bisect_left
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -61,7 +64,31 @@ def required(problem: PlainProblem) -> list[int]:
     return list(once(problem).nodes)
 
 
-def keep_longer(problem: PlainProblem, sequence: NodeSequence, budget_bytes: int, deadline: float) -> NodeSequence:
+Charge = Callable[[int, npt.NDArray[np.int64], int], float]
+"""What holding some bytes longer takes: the bytes, what is held without them at each moment meanwhile, the budget."""
+
+
+def _tight_moments(extra: int, held: npt.NDArray[np.int64], budget_bytes: int) -> float:
+    return extra * float(((held[held != _GONE] / budget_bytes) ** 8).sum())
+
+
+CHARGES: dict[str, Charge | None] = {
+    "bytes": None,
+    "slack": lambda extra, held, budget_bytes: extra / max(1, budget_bytes - int(held.max())),
+    "root_slack": lambda extra, held, budget_bytes: extra / math.sqrt(max(1, budget_bytes - int(held.max()))),
+    "tight_moments": _tight_moments,
+}
+"""The ways of telling: bytes, bytes over what is free at the tightest moment or its root, bytes for each tight moment."""
+
+
+def keep_longer(
+    problem: PlainProblem,
+    sequence: NodeSequence,
+    budget_bytes: int,
+    deadline: float,
+    charge: str = "bytes",
+    bias: Callable[[], float] | None = None,
+) -> NodeSequence:
     """The sequence without the repeated evaluations that the budget has room to avoid.
 
     Args:
@@ -69,18 +96,25 @@ def keep_longer(problem: PlainProblem, sequence: NodeSequence, budget_bytes: int
         sequence: a sequence within the budget.
         budget_bytes: the most that may be held at any moment.
         deadline: `time.monotonic` at which to stop; the sequence is valid and within the budget at any moment.
+        charge: which of `CHARGES` says what an evaluation's results take of the budget.
+        bias: a factor for the price of each evaluation, such as a random one; the order is then by the prices at the start.
     """
     lives = _Lives(problem, sequence)
+    own = CHARGES[charge]
     changed = True
     while changed and time.monotonic() < deadline:
         changed = False
-        queue = [(lives.price(node, i), i, node) for node, at in enumerate(lives.runs) for i in at[1:]]
+        queue = [
+            (lives.price(node, i, own, budget_bytes) * (bias() if bias else 1.0), i, node)
+            for node, at in enumerate(lives.runs)
+            for i in at[1:]
+        ]
         heapq.heapify(queue)
         while queue and time.monotonic() < deadline:
             _, position, node = heapq.heappop(queue)
             if lives.is_gone(position):
                 continue
-            price = lives.price(node, position)
+            price = lives.price(node, position, own, budget_bytes) if bias is None else -math.inf
             if queue and price > queue[0][0] * (1 + 1e-9):
                 heapq.heappush(queue, (price, position, node))
             else:
@@ -140,10 +174,14 @@ class _Lives:
             if v in at_crossing or self.last_use(v, position, after) > position
         ]
 
-    def price(self, node: int, position: int) -> float:
-        """Bytes held longer for each second saved if the evaluation at ``position`` is taken out."""
-        extra = sum([self.problem.nbytes[v] for v, last in self.gaps(node, position) if last < position - 1])
-        return (1.0 + extra) / max(self._saved(node, position), 1e-12)
+    def price(self, node: int, position: int, charge: Charge | None = None, budget_bytes: int = 0) -> float:
+        """What is taken of the budget (bytes, or by ``charge``) for each second saved if the evaluation is taken out."""
+        gaps = self.gaps(node, position)
+        extra = 1 + sum([self.problem.nbytes[v] for v, last in gaps if last < position - 1])
+        taken = float(extra)
+        if charge is not None and extra > 1:
+            taken = charge(extra, self.memory[min([last for _, last in gaps]) + 1 : position], budget_bytes)
+        return taken / max(self._saved(node, position), 1e-12)
 
     def _saved(self, node: int, position: int) -> float:
         """Seconds of an evaluation and of the repeated ones that serve nothing else (`_FAR` of them at most)."""

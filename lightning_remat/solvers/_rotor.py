@@ -167,13 +167,21 @@ def fitting(chain: Chain, budget_bytes: int, slots: int, deadline: float, tries:
     return [found[index] for index in sorted(found)]
 
 
+def usual_counts(problem: PlainProblem, most_nodes: int = 60) -> tuple[int, ...]:
+    """One to three numbers of blocks, of at most about ``most_nodes`` forward nodes each: options take their square."""
+    count = 12
+    while problem.boundary > most_nodes * count:
+        count *= 2
+    return (count, 2 * count, 4 * count)[: 3 if count < 48 else 1]
+
+
 @register("rotor")
 def rotor(
     problem: Problem,
     budget_bytes: int,
     *,
     deadline: float,
-    blocks: int | Sequence[int] = (12, 24, 48),
+    blocks: int | Sequence[int] | None = None,
     options: int = 12,
     slots: int = 400,
     partitioner: str = "chain",
@@ -184,7 +192,7 @@ def rotor(
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
         deadline: `time.monotonic` at which to stop.
-        blocks: about how many blocks, or several such numbers, each of which is tried.
+        blocks: about how many blocks, or several such numbers, each of which is tried; ``None`` for three that suit the size.
         options: the most options of a block.
         slots: steps in which memory is counted.
         partitioner: name of the partitioner that makes the blocks (see `partitioners`); its lower levels are not used.
@@ -203,7 +211,7 @@ def rotor(
 
     found: list[NodeSequence] = []
     notes: list[str] = []
-    for count in dict.fromkeys([blocks] if isinstance(blocks, int) else blocks):
+    for count in dict.fromkeys([blocks] if isinstance(blocks, int) else blocks or usual_counts(problem)):
         if time.monotonic() > deadline:
             break
         tops: tuple[Block, ...] = partition(
