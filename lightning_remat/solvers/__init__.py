@@ -8,6 +8,7 @@ from lightning_remat.solvers import (  # registers the methods
     _checkpointing,
     _chen,
     _crossing,
+    _descent,
     _greedy,
     _greedy_xla,
     _griewank,
@@ -24,7 +25,6 @@ from lightning_remat.solvers import (  # registers the methods
     _treewidth,
     _unpartitioned,
 )
-from lightning_remat.solvers._auto import find_smallest
 from lightning_remat.solvers._batch_size import (
     BatchSize,
     Trial,
@@ -33,6 +33,7 @@ from lightning_remat.solvers._batch_size import (
     max_batch_size,
     one_extra_forward,
 )
+from lightning_remat.solvers._descent import find_smallest
 from lightning_remat.solvers._partition import Block, partitioners, register_partitioner
 from lightning_remat.solvers._problem import Evaluation, NodeSequence, Problem
 from lightning_remat.solvers._registry import Answer, available, options_of, register, solve

@@ -1,7 +1,8 @@
 """The portfolio: what is quick and good on networks first, the cheapest schedules improved, and a bound beside.
 
 "crossing" gives the bound, and schedules that are near it where the moment between forward and backward is what binds. "rotor"
-decides by blocks, which is better where the budget is low. Whichever is cheapest is where `improve` begins. Graphs of a few
+decides by blocks, which is better where the budget is low, and "descent" gives up what is held at the peak, which is best where
+it is very low. Whichever is cheapest is where `improve` begins. Graphs of a few
 dozen nodes get the other methods too, Checkmate's program among them; larger ones only where nothing was found so far. What was
 tried, and how it went, is in the answer's notes.
 """
@@ -11,17 +12,15 @@ from __future__ import annotations
 import math
 import time
 
-from lightning_remat.graph import ComputationGraph
-from lightning_remat.solvers._greedy import smallest
 from lightning_remat.solvers._improve import improve
 from lightning_remat.solvers._problem import NodeSequence, Problem
-from lightning_remat.solvers._registry import Answer, register, run_algorithm, solution_of
-from lightning_remat.solvers._solution import Solution, Status
+from lightning_remat.solvers._registry import Answer, register, run_algorithm
+from lightning_remat.solvers._solution import Status
 
 EXACT_UP_TO = 40
 """Nodes up to which Checkmate's program is tried whole."""
 
-FIRST = ("crossing", "rotor")
+FIRST = ("crossing", "rotor", "descent")
 SMALL = (
     "greedy", "chen_sqrt", "chen_greedy", "ap_sqrt", "ap_greedy", "linearized_sqrt", "linearized_greedy", "griewank_logn",
     "greedy_xla", "treewidth", "pathwidth", "approx_dp", "exact_dp",
@@ -114,20 +113,3 @@ def auto(
     status = Status.OPTIMAL if cost <= bound * (1 + 1e-9) else Status.FEASIBLE
     notes.append(f"chose {method} after {time.monotonic() - started:.1f} s")
     return Answer(sequence, status, bound, scope, method=method, notes=tuple(notes))
-
-
-def find_smallest(graph: ComputationGraph, time_limit: float = 30.0) -> Solution:
-    """The schedule of the smallest peak that is found: what ``budget="min"`` means. It always has a schedule.
-
-    Args:
-        graph: the problem.
-        time_limit: seconds it may take.
-
-    Returns:
-        A `Solution` whose ``peak_bytes`` is the smallest feasible budget found. No method proves that none is smaller.
-    """
-    started = time.monotonic()
-    problem = Problem(graph)
-    _evaluation, sequence = smallest(problem, started + time_limit)
-    answer = Answer(sequence, Status.FEASIBLE, notes=("the smallest peak found; a smaller one may exist",))
-    return solution_of(graph, problem, answer, math.inf, "smallest", {}, started)

@@ -11,12 +11,11 @@ import functools
 import heapq
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import cast
 
 from lightning_remat.solvers._greedy import candidates
 from lightning_remat.solvers._isomorphism import subproblem
 from lightning_remat.solvers._partition import backward_blocks
-from lightning_remat.solvers._problem import NodeSequence, PlainProblem, Problem
+from lightning_remat.solvers._problem import NodeSequence, PlainProblem
 from lightning_remat.solvers._prune import drop_unused, keep_longer
 from lightning_remat.solvers._rollout import rollout
 
@@ -99,7 +98,7 @@ def select(options: Sequence[Option], count: int) -> tuple[Option, ...]:
 
 def keep_sets(problem: PlainProblem, deadline: float) -> Iterator[frozenset[int]]:
     """Sets of values to keep, from none to all: grown by the most time saved a byte, then shrunk by the least lost a byte."""
-    choices = candidates(cast(Problem, problem))
+    choices = candidates(problem)
 
     def walk(keep: frozenset[int], sign: int) -> Iterator[frozenset[int]]:
         def cost(kept: frozenset[int]) -> float:

@@ -13,7 +13,7 @@ import heapq
 import time
 from collections.abc import Iterable, Iterator
 
-from lightning_remat.solvers._problem import Evaluation, NodeSequence, Problem
+from lightning_remat.solvers._problem import Evaluation, NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers._prune import keep_longer
 from lightning_remat.solvers._registry import Answer, register
 from lightning_remat.solvers._rollout import rollout
@@ -22,7 +22,7 @@ from lightning_remat.solvers._solution import Status
 Keep = frozenset[int]
 
 
-def crossing_values(problem: Problem) -> list[list[int]]:
+def crossing_values(problem: PlainProblem) -> list[list[int]]:
     """For each forward position, the values that are written up to it and read by a later forward node.
 
     What the forward must hold anyway at the moment after node ``p`` has run: a block boundary is where this is small.
@@ -45,7 +45,7 @@ def crossing_values(problem: Problem) -> list[list[int]]:
     return result
 
 
-def boundary_sets(problem: Problem, strides: Iterable[int] = (1, 2, 3, 4, 6, 8, 12)) -> Iterator[Keep]:
+def boundary_sets(problem: PlainProblem, strides: Iterable[int] = (1, 2, 3, 4, 6, 8, 12)) -> Iterator[Keep]:
     """Sets of values that cross block boundaries, from fine to coarse, each once.
 
     A position is a boundary at a level where at most that many bytes cross it; the levels are those of the local minima.
@@ -71,7 +71,7 @@ def boundary_sets(problem: Problem, strides: Iterable[int] = (1, 2, 3, 4, 6, 8, 
         yield frozenset()
 
 
-def candidates(problem: Problem) -> list[Keep]:
+def candidates(problem: PlainProblem) -> list[Keep]:
     """What may be kept together: each forward value that a backward node may need, and all outputs of one node."""
     found: dict[Keep, None] = {}
     for node in range(problem.boundary):
@@ -84,7 +84,7 @@ def candidates(problem: Problem) -> list[Keep]:
     return list(found)
 
 
-def fill(problem: Problem, keep: Keep, budget_bytes: int, deadline: float) -> Keep:
+def fill(problem: PlainProblem, keep: Keep, budget_bytes: int, deadline: float) -> Keep:
     """Keep more values, those first that save the most time for their bytes, while the exact peak stays in the budget."""
     seconds = problem.seconds
     nbytes = problem.nbytes
@@ -121,7 +121,7 @@ def fill(problem: Problem, keep: Keep, budget_bytes: int, deadline: float) -> Ke
     return keep
 
 
-def starts(problem: Problem, deadline: float) -> list[tuple[Evaluation, Keep]]:
+def starts(problem: PlainProblem, deadline: float) -> list[tuple[Evaluation, Keep]]:
     """Every set of boundaries with what its schedule costs, fastest first."""
     found = []
     for keep in boundary_sets(problem):
@@ -131,7 +131,7 @@ def starts(problem: Problem, deadline: float) -> list[tuple[Evaluation, Keep]]:
     return sorted(found, key=lambda item: (item[0].seconds, item[0].peak_bytes))
 
 
-def smallest(problem: Problem, deadline: float) -> tuple[Evaluation, NodeSequence]:
+def smallest(problem: PlainProblem, deadline: float) -> tuple[Evaluation, NodeSequence]:
     """The schedule of the smallest peak that this method finds: what ``budget="min"`` means.
 
     From the best set of boundaries, values in flight at the peak are given up, or forgotten right after use, as long as
@@ -171,7 +171,7 @@ def smallest(problem: Problem, deadline: float) -> tuple[Evaluation, NodeSequenc
     return best
 
 
-def alive_at(problem: Problem, sequence: NodeSequence, position: int) -> list[int]:
+def alive_at(problem: PlainProblem, sequence: NodeSequence, position: int) -> list[int]:
     """Forward values in memory at a position that the node there neither reads nor writes, largest first."""
     if position < 0:
         return []
@@ -224,6 +224,6 @@ def greedy(problem: Problem, budget_bytes: int, *, deadline: float, attempts: in
     return Answer(best, Status.FEASIBLE, notes=notes)
 
 
-def cheapest(problem: Problem, sequences: Iterable[NodeSequence]) -> NodeSequence:
+def cheapest(problem: PlainProblem, sequences: Iterable[NodeSequence]) -> NodeSequence:
     """The sequence that takes the least time."""
     return min(sequences, key=lambda sequence: sum([problem.seconds[n] for n in sequence.nodes]))

@@ -1,0 +1,154 @@
+"""The method "descent": from schedules that hold too much, down to the budget, moment by moment.
+
+At the moment of the peak, what is held there without being used is given up and computed again later (`evict`): all of it, or
+the largest value whose loss lowers the peak. That is repeated until the peak is low enough or no single step lowers it. Such
+schedules repeat far more than they must; `keep_longer` takes back what the budget has room for. Descents begin at what
+`_crossing`'s program holds for small amounts of bytes, and at the greedy's block boundaries.
+
+`find_smallest` descends as far as it can. On networks it often ends at the largest working set of a single op, below which no
+schedule exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+
+from lightning_remat.graph import ComputationGraph
+from lightning_remat.solvers._blocks import finish
+from lightning_remat.solvers._crossing import CrossingProgram
+from lightning_remat.solvers._greedy import smallest, starts
+from lightning_remat.solvers._neighbourhood import LONGEST, evict, gaps
+from lightning_remat.solvers._problem import Evaluation, NodeSequence, PlainProblem, Problem
+from lightning_remat.solvers._prune import drop_unused, once, required
+from lightning_remat.solvers._registry import Answer, register, solution_of
+from lightning_remat.solvers._rollout import rollout
+from lightning_remat.solvers._solution import Solution, Status
+from lightning_remat.solvers._stages import alone_bytes
+
+SHARES = (0.5, 0.25, 0.125, 0.06, 0.03, 0.0)
+"""Of the bytes that the backward can ask back: what is held at the crossing where descents begin."""
+
+SINGLE = 60
+"""Values, from the largest on, that are tried alone at one moment."""
+
+
+def lower_peak(problem: PlainProblem, sequence: NodeSequence, target_bytes: int, deadline: float) -> NodeSequence:
+    """The sequence with its peak lowered step by step, to ``target_bytes`` or as far as single steps go."""
+
+    def profile(of: NodeSequence) -> tuple[tuple[int, int], list[int]]:
+        memory = problem.memory(of)
+        peak = max(memory, default=0)
+        return (peak, memory.count(peak)), memory
+
+    height, memory = profile(sequence)
+    while height[0] > target_bytes and time.monotonic() < deadline:
+        moment = memory.index(height[0])
+        node = sequence.nodes[moment]
+        busy = {*problem.reads[node], *problem.writes[node]}
+        idle = [gap for gap in gaps(problem, sequence) if gap[1] < moment < gap[2] and gap[0] not in busy]
+        idle.sort(key=lambda gap: -problem.nbytes[gap[0]])
+        for given_up in (idle, *([gap] for gap in idle[:SINGLE])):
+            other = evict(problem, sequence, given_up) if given_up else None
+            if other is not None:
+                lower, there = profile(other)
+                if lower < height:
+                    sequence, height, memory = other, lower, there
+                    break
+        else:
+            break
+    return sequence
+
+
+def beginnings(problem: PlainProblem, deadline: float, solver: str = "CBC") -> Iterator[NodeSequence]:
+    """Schedules to descend from."""
+    forward = frozenset(v for v, made in enumerate(problem.producer) if 0 <= made < problem.boundary)
+    with contextlib.closing(CrossingProgram(problem, solver)) as program:
+        for share in SHARES:
+            left = deadline - time.monotonic()
+            if left < 0 or program.solve(share * program.all_bytes, left) is None:
+                break
+            keep = program.kept()
+            for forget in (frozenset[int](), forward - keep):
+                sequence = rollout(problem, keep, forget)
+                if len(sequence.nodes) <= LONGEST * len(problem):
+                    yield drop_unused(problem, sequence)
+    boundaries = sorted(starts(problem, deadline), key=lambda one: one[0].peak_bytes)
+    for _, keep in boundaries[:4]:
+        yield drop_unused(problem, rollout(problem, keep))
+
+
+@register("descent")
+def descent(problem: Problem, budget_bytes: int, *, deadline: float, enough: int = 6, attempts: int = 4) -> Answer:
+    """Give up what is held at the moment of the peak until the budget is kept.
+
+    Args:
+        problem: the problem.
+        budget_bytes: the most that may be held at any moment.
+        deadline: `time.monotonic` at which to stop.
+        enough: how many schedules within the budget are enough.
+        attempts: how many of them are filled up.
+    """
+    if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:
+        return Answer(once(problem), Status.OPTIMAL)
+    worst = max(required(problem), key=lambda node: least_bytes(problem, node), default=None)
+    if worst is not None and least_bytes(problem, worst) > budget_bytes:
+        note = f"{problem.name(worst)} alone needs {least_bytes(problem, worst):,} bytes"
+        return Answer(None, Status.INFEASIBLE, notes=(note,))
+    fits: list[NodeSequence] = []
+    tried = 0
+    for sequence in beginnings(problem, deadline):
+        if len(fits) >= enough or time.monotonic() > deadline:
+            break
+        tried += 1
+        lowered = lower_peak(problem, sequence, budget_bytes, deadline)
+        if problem.evaluate(lowered).peak_bytes <= budget_bytes:
+            fits.append(lowered)
+    notes = (f"{len(fits)} of {tried} descents reached the budget",)
+    best = finish(problem, fits, budget_bytes, deadline, attempts)
+    if best is None:
+        status = Status.TIMEOUT if time.monotonic() > deadline else Status.INFEASIBLE
+        return Answer(None, status, notes=notes)
+    return Answer(best, Status.FEASIBLE, notes=notes)
+
+
+def least_bytes(problem: PlainProblem, node: int) -> int:
+    """Bytes that must be held while ``node`` runs, also where its result takes the memory of one of its inputs."""
+    taken = max([problem.nbytes[v] for v in problem.overwrites[node]], default=0) if problem.overwrites else 0
+    return alone_bytes(problem, node) - taken
+
+
+def find_smallest(graph: ComputationGraph, time_limit: float = 30.0) -> Solution:
+    """The schedule of the smallest peak that is found: what ``budget="min"`` means. It always has a schedule.
+
+    Args:
+        graph: the problem.
+        time_limit: seconds it may take.
+
+    Returns:
+        A `Solution` whose ``peak_bytes`` is the smallest feasible budget found. Its notes name the op whose own working set
+        no schedule can go below.
+    """
+    started = time.monotonic()
+    deadline = started + time_limit
+    problem = Problem(graph)
+    worst = max(required(problem), key=lambda node: least_bytes(problem, node), default=None)
+    floor = 0 if worst is None else least_bytes(problem, worst)
+    found: list[tuple[Evaluation, NodeSequence]] = [smallest(problem, started + time_limit / 3)]
+    for sequence in (found[0][1], *beginnings(problem, deadline)):
+        if time.monotonic() > deadline or min(one.peak_bytes for one, _ in found) <= floor:
+            break
+        lowered = lower_peak(problem, sequence, floor, deadline)
+        found.append((problem.evaluate(lowered), lowered))
+    evaluation, best = min(found, key=lambda one: (one[0].peak_bytes, one[0].seconds))
+    filled = finish(problem, [best], evaluation.peak_bytes, max(deadline, time.monotonic() + 0.5))
+    assert filled is not None
+    notes = ["the smallest peak found; a smaller one may exist"]
+    if worst is not None:
+        notes = [f"no schedule needs less than the {floor:,} bytes of {problem.name(worst)} alone", *notes]
+        if evaluation.peak_bytes <= floor:
+            notes.pop()
+    answer = Answer(filled, Status.FEASIBLE, notes=tuple(notes))
+    return solution_of(graph, problem, answer, math.inf, "smallest", {}, started)
