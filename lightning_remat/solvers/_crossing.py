@@ -89,6 +89,8 @@ class CrossingProgram:
                 if 0 <= made < problem.boundary:
                     self._require(self.held[v] + self._backward.get(made, 0.0) - runs)
         self.all_bytes = float(sum([problem.nbytes[v] for v in self.held])) or 1.0
+        if not self.held:
+            return  # nothing to decide: CBC aborts on a program without variables
         self._limit = self.model.add_constr(
             mip.xsum(problem.nbytes[v] / self.all_bytes * held for v, held in self.held.items()) <= 1.0
         )
@@ -110,6 +112,8 @@ class CrossingProgram:
         """The least time of a step that holds ``held_bytes`` at most; ``None`` where nothing was proven in ``seconds``."""
         if held_bytes < 0:
             return None
+        if not self.held:
+            return self.once_seconds
         self._limit.rhs = min(1.0, held_bytes / self.all_bytes)
         status = self.model.optimize(max_seconds=max(seconds, 1e-3), relax=True)
         if status is not mip.OptimizationStatus.OPTIMAL:
