@@ -39,6 +39,7 @@ papers: install
 	$(BIN)/python -m benchmarks.papers.checkmate $(ARGS)
 	$(BIN)/python -m benchmarks.papers.kumar $(ARGS)
 	$(BIN)/python -m benchmarks.papers.kusumoto $(ARGS)
+	$(BIN)/python -m benchmarks.papers.hiremate $(ARGS)
 
 format: install
 	$(BIN)/ruff check --fix-only .

@@ -22,7 +22,7 @@ from lightning_remat.graph import ComputationGraph
 from lightning_remat.solvers import Problem, Solution, available, find_smallest, solve
 
 PANELS = {
-    "greedy, and the portfolio": ("auto", "greedy", "greedy_xla"),
+    "this project's, and XLA's greedy": ("auto", "crossing", "descent", "greedy", "greedy_xla"),
     "checkpoints of segments": ("chen_sqrt", "chen_greedy", "griewank_logn"),
     "checkpoints, single nodes": ("ap_sqrt", "ap_greedy", "linearized_sqrt", "linearized_greedy"),
     "integer and linear programs": ("milp", "rk_checkmate", "moccasin", "lp_rounding", "checkmate_unpartitioned"),

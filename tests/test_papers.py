@@ -40,6 +40,35 @@ def test_kumar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert limits == 1
 
 
+def test_kusumoto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.papers import kusumoto
+
+    data = written(kusumoto.main, tmp_path)
+    assert "Table 1" in capsys.readouterr().out
+    for row in data["table_1"]:
+        approximate = row["methods"]["ApproxDP + MC"]
+        assert approximate["peak_bytes"] < row["vanilla_bytes"]
+        assert approximate["peak_bytes"] <= approximate["peak_without_liveness_bytes"]
+        assert row["vanilla_bytes"] == pytest.approx(row["vanilla_bytes_paper"], rel=0.05)
+        assert row["methods"]["ApproxDP + TC"]["overhead_percent"] <= approximate["overhead_percent"]
+        sweep = row["approx_sweep"]["reduction_percent"]["time"]
+        assert sweep[-1] <= sweep[0]  # a larger budget of the paper's model saves less
+    for result in data["figure_4"]:
+        assert result["largest_batch"]["ApproxDP + MC"] > result["largest_batch"]["vanilla"]
+
+
+@pytest.mark.slow
+def test_hiremate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("pytorchcv")
+    from benchmarks.papers import hiremate
+
+    data = written(hiremate.main, tmp_path)
+    assert "Table 4(c)" in capsys.readouterr().out
+    assert data["table_4"]
+
+
 @pytest.mark.slow
 def test_checkmate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
