@@ -33,6 +33,7 @@ from lightning_remat.solvers._batch_size import (
     max_batch_size,
     one_extra_forward,
 )
+from lightning_remat.solvers._curve import Curve, plan_curve
 from lightning_remat.solvers._descent import find_smallest
 from lightning_remat.solvers._partition import Block, partitioners, register_partitioner
 from lightning_remat.solvers._problem import Evaluation, NodeSequence, Problem
@@ -43,6 +44,7 @@ __all__ = [
     "Answer",
     "BatchSize",
     "Block",
+    "Curve",
     "Evaluation",
     "NodeSequence",
     "Problem",
@@ -57,6 +59,7 @@ __all__ = [
     "one_extra_forward",
     "options_of",
     "partitioners",
+    "plan_curve",
     "register",
     "register_partitioner",
     "solve",

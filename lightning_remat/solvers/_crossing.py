@@ -51,7 +51,8 @@ class CrossingProgram:
         self.model.verbose = 0
         nodes = required(problem)
         self.once_seconds = sum([problem.seconds[node] for node in nodes])
-        self._unit = self.once_seconds or 1.0
+        # Both units are means: the solver's tolerances are absolute, and shares of a whole of thousands would be lost in them.
+        self._unit = self.once_seconds / max(1, len(nodes)) or 1.0
         early = _needed_at_the_boundary(problem)
         self._forward: dict[int, mip.Var | float] = {}
         self._backward: dict[int, mip.Var | float] = {}
@@ -89,10 +90,12 @@ class CrossingProgram:
                 if 0 <= made < problem.boundary:
                     self._require(self.held[v] + self._backward.get(made, 0.0) - runs)
         self.all_bytes = float(sum([problem.nbytes[v] for v in self.held])) or 1.0
+        self._unit_bytes = self.all_bytes / max(1, len(self.held))
         if not self.held:
             return  # nothing to decide: CBC aborts on a program without variables
         self._limit = self.model.add_constr(
-            mip.xsum(problem.nbytes[v] / self.all_bytes * held for v, held in self.held.items()) <= 1.0
+            mip.xsum(problem.nbytes[v] / self._unit_bytes * held for v, held in self.held.items())
+            <= self.all_bytes / self._unit_bytes
         )
         # CBC prints its first linear program whatever the verbosity, but none after a solve with integers.
         self.model.add_var("integer", var_type=mip.BINARY)
@@ -114,7 +117,7 @@ class CrossingProgram:
             return None
         if not self.held:
             return self.once_seconds
-        self._limit.rhs = min(1.0, held_bytes / self.all_bytes)
+        self._limit.rhs = min(held_bytes, self.all_bytes) / self._unit_bytes
         status = self.model.optimize(max_seconds=max(seconds, 1e-3), relax=True)
         if status is not mip.OptimizationStatus.OPTIMAL:
             return None

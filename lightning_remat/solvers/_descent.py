@@ -21,7 +21,7 @@ from lightning_remat.solvers._blocks import finish
 from lightning_remat.solvers._crossing import CrossingProgram
 from lightning_remat.solvers._greedy import smallest, starts
 from lightning_remat.solvers._neighbourhood import LONGEST, evict, gaps
-from lightning_remat.solvers._problem import Evaluation, NodeSequence, PlainProblem, Problem
+from lightning_remat.solvers._problem import NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers._prune import drop_unused, once, required
 from lightning_remat.solvers._registry import Answer, register, solution_of
 from lightning_remat.solvers._rollout import rollout
@@ -120,6 +120,23 @@ def least_bytes(problem: PlainProblem, node: int) -> int:
     return alone_bytes(problem, node) - taken
 
 
+def find_smallest_sequence(problem: PlainProblem, deadline: float) -> NodeSequence:
+    """The sequence of the smallest peak that is found, filled up within that peak."""
+    floor = max([least_bytes(problem, node) for node in required(problem)], default=0)
+    first, sequence = smallest(problem, time.monotonic() + max(0.0, deadline - time.monotonic()) / 3)
+    found = [(first.peak_bytes, first.seconds, sequence)]
+    for start in (sequence, *beginnings(problem, deadline)):
+        if time.monotonic() > deadline or min(peak for peak, _, _ in found) <= floor:
+            break
+        lowered = lower_peak(problem, start, floor, deadline)
+        evaluation = problem.evaluate(lowered)
+        found.append((evaluation.peak_bytes, evaluation.seconds, lowered))
+    peak, _, best = min(found, key=lambda one: one[:2])
+    filled = finish(problem, [best], peak, max(deadline, time.monotonic() + 0.5))
+    assert filled is not None
+    return filled
+
+
 def find_smallest(graph: ComputationGraph, time_limit: float = 30.0) -> Solution:
     """The schedule of the smallest peak that is found: what ``budget="min"`` means. It always has a schedule.
 
@@ -132,23 +149,16 @@ def find_smallest(graph: ComputationGraph, time_limit: float = 30.0) -> Solution
         no schedule can go below.
     """
     started = time.monotonic()
-    deadline = started + time_limit
     problem = Problem(graph)
-    worst = max(required(problem), key=lambda node: least_bytes(problem, node), default=None)
-    floor = 0 if worst is None else least_bytes(problem, worst)
-    found: list[tuple[Evaluation, NodeSequence]] = [smallest(problem, started + time_limit / 3)]
-    for sequence in (found[0][1], *beginnings(problem, deadline)):
-        if time.monotonic() > deadline or min(one.peak_bytes for one, _ in found) <= floor:
-            break
-        lowered = lower_peak(problem, sequence, floor, deadline)
-        found.append((problem.evaluate(lowered), lowered))
-    evaluation, best = min(found, key=lambda one: (one[0].peak_bytes, one[0].seconds))
-    filled = finish(problem, [best], evaluation.peak_bytes, max(deadline, time.monotonic() + 0.5))
-    assert filled is not None
-    notes = ["the smallest peak found; a smaller one may exist"]
-    if worst is not None:
-        notes = [f"no schedule needs less than the {floor:,} bytes of {problem.name(worst)} alone", *notes]
-        if evaluation.peak_bytes <= floor:
-            notes.pop()
-    answer = Answer(filled, Status.FEASIBLE, notes=tuple(notes))
-    return solution_of(graph, problem, answer, math.inf, "smallest", {}, started)
+    sequence = find_smallest_sequence(problem, started + time_limit)
+    notes: tuple[str, ...] = ("the smallest peak found; a smaller one may exist",)
+    nodes = required(problem)
+    if nodes:
+        worst = max(nodes, key=lambda node: least_bytes(problem, node))
+        floor = least_bytes(problem, worst)
+        reached = problem.evaluate(sequence).peak_bytes <= floor
+        first = f"no schedule needs less than the {floor:,} bytes of {problem.name(worst)} alone"
+        notes = (first,) if reached else (first, *notes)
+    return solution_of(
+        graph, problem, Answer(sequence, Status.FEASIBLE, notes=notes), math.inf, "smallest", {}, started
+    )
