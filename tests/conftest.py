@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
 
+from lightning_remat.planner import _plan_cache
+
 # Times say nothing about correctness, and the machines are noisy. The same examples every time: a failure is a failure.
 settings.register_profile("project", deadline=None, derandomize=True)
 settings.load_profile("project")
+
+
+@pytest.fixture(autouse=True)
+def _no_plans_of_other_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each test solves for itself. Measured costs are shared, as they are among a user's runs."""
+    monkeypatch.setattr(_plan_cache, "cache_directory", lambda: tmp_path / "cache")
 
 
 @pytest.fixture(autouse=True)

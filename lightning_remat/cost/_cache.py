@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import math
-import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from lightning_remat._disk import cache_directory, replace_file
 from lightning_remat.capture import OpCall
 from lightning_remat.cost._fingerprint import fingerprint
 from lightning_remat.cost._indices import aten_name
@@ -24,23 +22,6 @@ log = logging.getLogger(__name__)
 
 FORMAT = "lightning_remat.costs"
 FORMAT_VERSION = 2
-
-
-def cache_directory() -> Path:
-    """``$LIGHTNING_REMAT_CACHE``, else ``lightning_remat`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
-
-    A user without a home has it among the temporary files.
-    """
-    own = os.environ.get("LIGHTNING_REMAT_CACHE")
-    if own:
-        return Path(own)
-    shared = os.environ.get("XDG_CACHE_HOME")
-    if shared:
-        return Path(shared) / "lightning_remat"
-    try:
-        return Path.home() / ".cache" / "lightning_remat"
-    except RuntimeError:
-        return Path(tempfile.gettempdir()) / "lightning_remat"
 
 
 class CostCache:
@@ -82,7 +63,7 @@ class CostCache:
             "costs": {key: [cost.seconds, cost.workspace_bytes] for key, cost in known.items()},
         }
         try:
-            _replace(path, json.dumps(data, indent=0))
+            replace_file(path, json.dumps(data, indent=0))
         except OSError as error:
             if not self._warned_of_writing:
                 self._warned_of_writing = True
@@ -127,18 +108,3 @@ def _parse_cost(value: Any) -> OpCost:
         case [float() | int() as seconds, int() as workspace] if 0 <= seconds < math.inf and workspace >= 0:
             return OpCost(float(seconds), workspace)
     raise ValueError(f"not a cost: {value!r}")
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write the whole file in one step."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        temporary.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise

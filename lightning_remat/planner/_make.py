@@ -12,6 +12,7 @@ from lightning_remat.errors import InfeasibleBudgetError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._plan import Plan
+from lightning_remat.planner._plan_cache import PlanCache
 from lightning_remat.schedule import simulate
 from lightning_remat.solvers import Problem, Solution, find_smallest, solve
 
@@ -25,6 +26,7 @@ def make_plan(
     held_bytes: int = 0,
     cost_seconds: float = 0.0,
     progress: Progress | None = None,
+    cache: PlanCache | None = None,
 ) -> Plan:
     """Choose a schedule for ``graph`` within ``config.budget``.
 
@@ -34,6 +36,7 @@ def make_plan(
         held_bytes: what the process holds on the device already; only ``budget="auto"`` on the CPU needs it.
         cost_seconds: time spent on measuring, for the plan's record.
         progress: told in words what is being done.
+        cache: plans of earlier runs, read first and added to; ``None`` solves.
 
     Raises:
         InfeasibleBudgetError: when no schedule was found; it names the smallest budget for which one was.
@@ -53,10 +56,23 @@ def make_plan(
             found_smallest.append(find_smallest(graph, config.time_limit))
         return found_smallest[0]
 
-    budget_bytes = _resolve(
-        budget, graph, baseline.peak_bytes, lambda: smallest().peak_bytes, device, config, held_bytes
-    )
-    if baseline.peak_bytes <= budget_bytes:
+    known: Solution | None = None
+    file = None
+    if cache is not None and budget.kind is BudgetKind.MIN:  # what it resolves to is a search of its own
+        file = cache.path(graph, "min", config)
+        known = cache.load(file, graph)
+    if known is not None:
+        budget_bytes = known.peak_bytes
+    else:
+        budget_bytes = _resolve(
+            budget, graph, baseline.peak_bytes, lambda: smallest().peak_bytes, device, config, held_bytes
+        )
+    if cache is not None and file is None and baseline.peak_bytes > budget_bytes:
+        file = cache.path(graph, budget_bytes, config)
+        known = cache.load(file, graph)
+    if known is not None:
+        solution = known
+    elif baseline.peak_bytes <= budget_bytes:
         solution = solve(graph, budget_bytes, "no_remat")
     elif budget.kind is BudgetKind.MIN:
         say("solving")
@@ -73,6 +89,8 @@ def make_plan(
         assert least.schedule is not None
         where = simulate(graph, least.schedule)
         raise InfeasibleBudgetError(budget_bytes, least.peak_bytes, where.peak_op, where.peak_module)
+    if cache is not None and file is not None and known is None:
+        cache.store(file, solution, budget_bytes)
     return Plan(
         graph=graph,
         schedule=solution.schedule,

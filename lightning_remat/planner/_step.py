@@ -26,6 +26,7 @@ from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._make import Progress, make_plan
 from lightning_remat.planner._outside import least_needs, with_outside
 from lightning_remat.planner._plan import Plan
+from lightning_remat.planner._plan_cache import PlanCache
 from lightning_remat.planner._surroundings import Surroundings
 
 log = logging.getLogger(__name__)
@@ -106,6 +107,7 @@ class ScheduledStep:
         self._fits_anyway: set[Shapes] = set()
         self._captures: dict[Shapes, int] = {}
         self._cost_cache = CostCache()
+        self._plan_cache = PlanCache()
         self._call: list[int] = []  # plans that the present call has run so far
         self._captured_now: list[int] = []  # plans of what the present call has captured, old ones too
         self._over_budget = False
@@ -255,6 +257,7 @@ class ScheduledStep:
             "held_bytes": around.held_bytes + captured.batch_bytes,
             "cost_seconds": cost_seconds,
             "progress": self._progress,
+            "cache": self._plan_cache,
         }
         for known in self.plans:  # captured again for another reason than its shapes
             if known.graph == graph:
