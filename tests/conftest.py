@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +16,10 @@ settings.load_profile("project")
 
 
 @pytest.fixture(autouse=True)
-def _no_plans_of_other_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def _no_plans_of_other_runs(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Each test solves for itself. Measured costs are shared, as they are among a user's runs."""
-    monkeypatch.setattr(_plan_cache, "cache_directory", lambda: tmp_path / "cache")
+    folder = tmp_path_factory.mktemp("plans")
+    monkeypatch.setattr(_plan_cache, "cache_directory", lambda: folder)
 
 
 @pytest.fixture(autouse=True)

@@ -220,7 +220,7 @@ def test_steps(make):
 
 @pytest.mark.parametrize("make", [ManualTwo, ManualToggled])
 def test_manual_optimization_with_two_optimizers(make):
-    _, _, remat = compare(make, **{**ONE, "plans": None}, budget=0.9)
+    _, _, remat = compare(make, **{**ONE, "plans": None}, budget=0.7)
     assert len(remat.plans) >= (2 if make is ManualTwo else 1)
 
 

@@ -128,7 +128,7 @@ def _needed_from_forward(captured: CapturedGraph, schedule: Schedule, replayed: 
 
 
 def _arguments(node: Node, again: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of an op; batch norm evaluated again gets no running statistics (they were updated the first time)."""
+    """Arguments of an op; batch norm evaluated again in the backward gets no running statistics (they have been updated)."""
     args = node.args
     if again and ops.is_training_batch_norm(node.target, args):
         args = (*args[:3], None, None, *args[5:])
@@ -164,6 +164,7 @@ class _Writer:
     def __init__(self, captured: CapturedGraph, replayed: set[int], done: set[int] | None = None) -> None:
         self.captured = captured
         self.replayed = replayed
+        self.in_backward = done is not None
         self.done = set(done or ())
         self.graph = torch.fx.Graph()
         self.values: dict[Any, Node] = {}
@@ -222,12 +223,14 @@ class _Writer:
             state = self.graph.call_function(random_state, (device,))
             state.meta["val"] = self._state_value()
             self.values[("random_state", index)] = state
-        args, kwargs = torch.fx.node.map_arg(_arguments(node, again), self.value)
+        # In the forward the running statistics are still the old ones: they are updated when it ends.
+        after_update = again and self.in_backward
+        args, kwargs = torch.fx.node.map_arg(_arguments(node, after_update), self.value)
         target: Callable[..., Any] = node.target  # type: ignore[assignment]
         if again and op.random:
             args = (device, self.value(("random_state", index)), *args)
             target = replaying(target)
-        elif again and ops.is_training_batch_norm(target, node.args):
+        elif after_update and ops.is_training_batch_norm(target, node.args):
             target = ops.batch_norm_again
         if over >= 0:
             target, kwargs = self._overwriting(node, over, kwargs)
