@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import re
 from collections.abc import Sequence
@@ -68,7 +69,7 @@ class CapturedGraph:
         found = {self.graph.tensors[t].storage for t in self.graph.inputs if self.graph.tensors[t].role in roles}
         return sum(self.graph.storages[s] for s in found)
 
-    @property
+    @functools.cached_property
     def device(self) -> torch.device:
         """Where most of the step's bytes are."""
         totals: dict[torch.device, int] = {}

@@ -1,10 +1,10 @@
 """The portfolio: what is quick and good on networks first, the cheapest schedules improved, and a bound beside.
 
-"crossing" gives the bound, and schedules that are near it where the moment between forward and backward is what binds. "rotor"
-decides by blocks, which is better where the budget is low, and "descent" gives up what is held at the peak, which is best where
-it is very low. Whichever is cheapest is where `improve` begins. Graphs of a few
-dozen nodes get the other methods too, Checkmate's program among them; larger ones only where nothing was found so far. What was
-tried, and how it went, is in the answer's notes.
+"crossing" gives the bound, and schedules that are near it where the moment between forward and backward is what binds.
+"rotor" decides by blocks, which is better where the budget is low, and "descent" gives up what is held at the peak, which is
+best where it is very low. Where the cheapest so far is well above the bound, "hiremate" is tried too. The cheapest are where
+`improve` begins. Graphs of a few dozen nodes get the other methods as well, Checkmate's program among them; larger ones only
+where nothing was found so far. What was tried, and how it went, is in the answer's notes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,19 @@ SMALL = (
 )  # fmt: skip
 """Methods that take milliseconds on a few dozen nodes."""
 
+OPEN_GAP = 0.005
+"""Gap from which it pays to ask "hiremate" as well, which takes seconds where the first methods take tenths of them."""
+
+HIREMATE_UP_TO = 1500
+"""Nodes up to which it is asked."""
+
 OTHERWISE = ("greedy", "hiremate", "treewidth", "linearized_greedy", "griewank_logn")
 """Methods for larger graphs on which the first ones found nothing."""
 
 
 def usual_seconds(problem: Problem) -> float:
     """How long a search for a graph of this size pays: a few seconds, and some more for thousands of nodes."""
-    return 3.0 + len(problem) / 500
+    return 4.0 + len(problem) / 400
 
 
 @register("auto")
@@ -93,6 +99,10 @@ def auto(
             attempt("milp", min(deadline, time.monotonic() + exact_seconds))
         else:
             notes.append(f"milp: not tried, {len(problem)} operations are more than {exact_up_to}")
+        least = min([cost for cost, _, _ in found], default=math.inf)
+        if not small and len(problem) <= HIREMATE_UP_TO and found and least > (1 + OPEN_GAP) * proven(least)[0]:
+            attempt("hiremate", min(deadline, time.monotonic() + usual_seconds(problem)))
+            until = min(deadline, max(until, time.monotonic() + 0.5 * usual_seconds(problem)))
         for method in OTHERWISE:
             if not found and time.monotonic() < deadline:
                 attempt(method, 0.5 * (deadline + time.monotonic()))
