@@ -30,6 +30,9 @@ SMALL = (
 OPEN_GAP = 0.005
 """Gap from which it pays to ask "hiremate" as well, which takes seconds where the first methods take tenths of them."""
 
+CLOSED_GAP = 0.001
+"""Gap up to which nothing is improved any more: costs are not known as well as that."""
+
 HIREMATE_UP_TO = 1500
 """Nodes up to which it is asked."""
 
@@ -109,7 +112,7 @@ def auto(
         found.sort(key=lambda one: one[0])
         for cost, sequence, method in found[:improvements]:
             left = until - time.monotonic()
-            if left > 0 and found[0][0] > proven(found[0][0])[0] * (1 + 1e-9):
+            if left > 0 and found[0][0] > (1 + CLOSED_GAP) * proven(found[0][0])[0]:
                 better, attempts = improve(problem, sequence, budget_bytes, time.monotonic() + left / improvements)
                 now = problem.evaluate(better).seconds
                 notes.append(f"improved {method} from {cost:.6g} to {now:.6g} s a step in {attempts} attempts")

@@ -31,7 +31,7 @@ def improve(
     budget_bytes: int,
     deadline: float,
     *,
-    patience: int = 400,
+    patience: int = 200,
     seed: int = 0,
 ) -> tuple[NodeSequence, int]:
     """Search around a sequence within the budget.
