@@ -58,7 +58,9 @@ def script(
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument(
-        "--out", type=Path, default=RESULTS / f"{name}.json", help="the JSON file; the picture goes beside it"
+        "--out",
+        type=Path,
+        help=f"the JSON file, by default {name}.json ({name}-quick.json); the picture goes beside it",
     )
     options = parser.parse_args(argv)
     console = Console()
@@ -66,7 +68,7 @@ def script(
     data = run(options.quick, Console(stderr=True)) | {"quick": options.quick} | stamp(packages)
     for part in present(data):
         console.print(part, highlight=False)
-    out: Path = options.out
+    out: Path = options.out or RESULTS / f"{name}{'-quick' if options.quick else ''}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     written = [str(out)]
