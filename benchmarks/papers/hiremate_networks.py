@@ -340,13 +340,14 @@ _NETWORKS: Mapping[str, Callable[[int], Step]] = {
     "ResNet34": _images(lambda: _pytorchcv("resnet", "resnet34")),
     "Transformer 2-2": _transformer(2),
     "GPT 5": _gpt2(5, 768, 12),
+    "GPT 12": _gpt2(12, 768, 12),
 }
 NETWORKS = tuple(_NETWORKS)
 
 BATCHES = {
     "GPT 24": 2, "GPT 96": 1, "UNet": 50, "MLP-Mixer": 100, "RegNet32": 23, "ResNet101": 64, "Transformer 6-6": 32,
     "Transformer 36-36": 7, "FNO 1d": 4400, "FNO 3d": 5, "U-FNO": 3, "UNO": 56, "ResNet34": 100, "Transformer 2-2": 64,
-    "GPT 5": 4,
+    "GPT 5": 4, "GPT 12": 4,
 }  # fmt: skip
 """Examples in a step: those of the authors' repository, but for GPT-2, the Transformer of 36 layers and UNO (2 there), which
 are such that activations take about what Table 4's budget and share imply, and for the networks of Table 3 beside."""
