@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 
+from lightning_remat.solvers._crossing import BACKWARD_AFTER_FORWARD
 from lightning_remat.solvers._improve import improve
 from lightning_remat.solvers._problem import NodeSequence, Problem
 from lightning_remat.solvers._registry import Answer, register, run_algorithm
@@ -62,13 +63,14 @@ def auto(
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
         deadline: `time.monotonic` at which to stop.
-        seconds: how long to search once a schedule is at hand; ``None`` for what usually pays (`usual_seconds`).
+        seconds: how long to search; ``None`` for what usually pays (`usual_seconds`). "hiremate" gets as much again.
         exact_up_to: nodes up to which Checkmate's program is solved whole, and all quick methods are tried.
         exact_seconds: the most that Checkmate's program may take here; method ``"milp"`` takes the whole time limit.
         improvements: how many of the cheapest schedules are improved.
     """
     started = time.monotonic()
-    until = min(deadline, started + (usual_seconds(problem) if seconds is None else seconds))
+    span = usual_seconds(problem) if seconds is None else seconds
+    until = min(deadline, started + span)
     notes: list[str] = []
     found: list[tuple[float, NodeSequence, str]] = []
     bounds: list[tuple[float, str]] = []
@@ -87,8 +89,9 @@ def auto(
         bounds.append((answer.lower_bound_seconds, answer.bound_scope))
 
     def proven(cost: float) -> tuple[float, str]:
-        """The largest bound; a schedule that is cheaper than a bound is not one of those that the bound speaks of."""
-        return max([one for one in bounds if one[0] <= cost * (1 + 1e-9)], default=(0.0, ""))
+        """The largest bound; a schedule that is cheaper than a narrow bound is not one of those that it speaks of."""
+        holds = [one for one in bounds if one[1] == BACKWARD_AFTER_FORWARD or one[0] <= cost * (1 + 1e-9)]
+        return max(holds, default=(0.0, ""))
 
     attempt("no_remat", deadline)
     if not found:
@@ -104,8 +107,8 @@ def auto(
             notes.append(f"milp: not tried, {len(problem)} operations are more than {exact_up_to}")
         least = min([cost for cost, _, _ in found], default=math.inf)
         if not small and len(problem) <= HIREMATE_UP_TO and found and least > (1 + OPEN_GAP) * proven(least)[0]:
-            attempt("hiremate", min(deadline, time.monotonic() + usual_seconds(problem)))
-            until = min(deadline, max(until, time.monotonic() + 0.5 * usual_seconds(problem)))
+            attempt("hiremate", min(deadline, time.monotonic() + span))
+            until = min(deadline, max(until, time.monotonic() + 0.5 * span))
         for method in OTHERWISE:
             if not found and time.monotonic() < deadline:
                 attempt(method, 0.5 * (deadline + time.monotonic()))

@@ -33,6 +33,9 @@ from lightning_remat.solvers._solution import Status
 
 BACKWARD_AFTER_FORWARD = "any schedule that runs the backward after the forward, in any order"
 
+TOLERANCE = 1e-6
+"""Share of the step's time that a linear program's value may be too high by: CBC's own tolerance, for nodes of mean cost."""
+
 LONGEST = 4
 """Evaluations a node after which a schedule is not looked at."""
 
@@ -121,7 +124,8 @@ class CrossingProgram:
         status = self.model.optimize(max_seconds=max(seconds, 1e-3), relax=True)
         if status is not mip.OptimizationStatus.OPTIMAL:
             return None
-        return self._given_seconds + float(self.model.objective_value) * self._unit
+        value = self._given_seconds + float(self.model.objective_value) * self._unit
+        return value - TOLERANCE * self.once_seconds
 
     def kept(self, share: float = 0.5) -> frozenset[int]:
         """Values held by at least ``share`` in the solution at hand."""

@@ -12,6 +12,7 @@ schedule exists.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -125,7 +126,7 @@ def find_smallest_sequence(problem: PlainProblem, deadline: float) -> NodeSequen
     floor = max([least_bytes(problem, node) for node in required(problem)], default=0)
     first, sequence = smallest(problem, time.monotonic() + max(0.0, deadline - time.monotonic()) / 3)
     found = [(first.peak_bytes, first.seconds, sequence)]
-    for start in (sequence, *beginnings(problem, deadline)):
+    for start in itertools.chain([sequence], beginnings(problem, deadline)):
         if time.monotonic() > deadline or min(peak for peak, _, _ in found) <= floor:
             break
         lowered = lower_peak(problem, start, floor, deadline)
