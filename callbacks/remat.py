@@ -40,6 +40,8 @@ class RematCallback(Callback):
         time_limit: seconds that the solver may take for one plan.
         cost_model: ``"profile"`` measures each operation on the device; ``"roofline"``, ``"flops"`` and ``"unit"`` do not.
         margin: share of the device that ``"auto"`` leaves unused.
+        background: begin to train on the first plan, made in about two seconds, while a process of its own searches on for
+            the rest of ``time_limit``; a cheaper plan is swapped in between two steps, with the same results.
         reserve: bytes that something else will need on the device during a step (an EMA copy, say).
         solver_options: options of the solver.
         measure: measure the peak of the step after each new plan, and at every logging interval. On the CPU the measured
@@ -71,6 +73,7 @@ class RematCallback(Callback):
         time_limit: float = 30.0,
         cost_model: str = "profile",
         margin: float = 0.05,
+        background: bool = False,
         reserve: int = 0,
         solver_options: Mapping[str, Any] | None = None,
         measure: bool = True,
@@ -84,6 +87,7 @@ class RematCallback(Callback):
                 "time_limit": time_limit,
                 "cost_model": cost_model,
                 "margin": margin,
+                "background": background,
                 "solver_options": dict(solver_options or {}),
             }
         )
@@ -265,6 +269,8 @@ class RematCallback(Callback):
 
     def _undo(self, trainer: pl.Trainer) -> None:
         self._stop_tracking()
+        if self._step is not None:
+            self._step.close()
         strategy = getattr(trainer, "strategy", None)
         if strategy is not None:
             strategy.__dict__.pop("training_step", None)

@@ -59,18 +59,18 @@ def test_the_key_is_what_a_plan_depends_on() -> None:
 def spoilt_files() -> dict[str, str]:
     good = solve(random_graph(3), 10**9, "no_remat")
     assert good.schedule is not None
-    other = {"format": _plan_cache.FORMAT, "version": _plan_cache.FORMAT_VERSION, "budget_bytes": 9}
+    data = good.to_dict()
     return {
-        "cut short": '{"format": "lightning_re',
+        "cut short": '{"budget_by',
         "nothing": "",
         "a list": "[]",
-        "another version": json.dumps({**other, "version": 99}),
-        "fields missing": json.dumps(other),
-        "another graph's": json.dumps(
-            {**other, "schedule": good.schedule.to_dict(), "seconds": 1, "status": "optimal", "lower_bound_seconds": 0,
-             "bound_scope": "", "method": "x", "notes": []}
+        "no solution": json.dumps({"budget_bytes": 9}),
+        "another version": json.dumps({"budget_bytes": 9, "solution": {**data, "version": 99}}),
+        "a field missing": json.dumps(
+            {"budget_bytes": 9, "solution": {name: value for name, value in data.items() if name != "method"}}
         ),
-    }  # fmt: skip
+        "another graph's": json.dumps({"budget_bytes": 9, "solution": data}),
+    }
 
 
 @pytest.mark.parametrize("kind", sorted(spoilt_files()))

@@ -44,6 +44,7 @@ from lightning_remat.capture._layouts import real_layout
 __all__ = [
     "FakeTensor",
     "HigherOrderOperator",
+    "Modules",
     "OpOverload",
     "aot_backend",
     "boxed",
@@ -169,7 +170,62 @@ def boxed(module: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     return run
 
 
-Partition = Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
+@dataclasses.dataclass(frozen=True)
+class Modules:
+    """A captured graph as AOTAutograd runs it.
+
+    Attributes:
+        forward: returns ``returned`` outputs, then the saved tensors, then ``sizes`` saved sizes.
+        backward: takes the saved sizes, the saved tensors and the tangents.
+        returned, sizes: their numbers.
+    """
+
+    forward: torch.fx.GraphModule
+    backward: torch.fx.GraphModule
+    returned: int
+    sizes: int
+
+
+class Exchange:
+    """What AOTAutograd runs for one captured graph: one of several versions of it, each a forward and its backward.
+
+    AOTAutograd asks only how many outputs and sizes a forward has, not how many tensors it saves, so that versions may save
+    different ones. Each forward saves its version's number too, and the backward is that of the forward that saved for it,
+    however many calls wait for theirs.
+
+    Attributes:
+        current: the version that the next forward runs.
+    """
+
+    def __init__(self) -> None:
+        self.current = 0
+        self._versions: list[tuple[Callable[[list[Any]], Any], Callable[[list[Any]], Any], torch.Tensor]] = []
+        self._returned = self._sizes = -1
+
+    def add(self, modules: Modules) -> int:
+        """One more version; returns its number."""
+        if self._versions and (modules.returned, modules.sizes) != (self._returned, self._sizes):
+            raise ValueError(
+                f"{modules.returned} outputs and {modules.sizes} sizes are no version of {self._returned} and {self._sizes}"
+            )
+        self._returned, self._sizes = modules.returned, modules.sizes
+        number = len(self._versions)
+        self._versions.append((boxed(modules.forward), boxed(modules.backward), torch.tensor(number)))
+        return number
+
+    def forward(self, args: list[Any]) -> tuple[Any, ...]:
+        """The current version's forward."""
+        run, _, number = self._versions[self.current]
+        outputs = run(args)
+        return (*outputs[: self._returned], number, *outputs[self._returned :])
+
+    def backward(self, args: list[Any]) -> Any:
+        """The backward of the forward that saved ``args``."""
+        number = int(args.pop(self._sizes))
+        return self._versions[number][1](args)
+
+
+Partition = Callable[..., Modules]
 
 
 def aot_backend(
@@ -177,20 +233,36 @@ def aot_backend(
     example_inputs: Sequence[Any],
     partition: Partition,
     parts: Mapping[OpOverload, Callable[..., Any]],
-) -> Callable[..., Any]:
+) -> tuple[Callable[..., Any], Exchange]:
     """Run AOTAutograd on a captured forward; ``partition`` turns the joint graph into forward and backward.
 
-    The ops in ``parts`` are captured as the ops that they are made of.
+    The ops in ``parts`` are captured as the ops that they are made of. What runs can be exchanged for other versions of it.
     """
+    exchange = Exchange()
 
-    def compiler(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    def partitioned(*args: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+        modules = partition(*args, **kwargs)
+        exchange.add(modules)
+        return modules.forward, modules.backward
+
+    def inference(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         return boxed(module)
 
+    def compiler(run: Callable[[list[Any]], Any]) -> Callable[..., Callable[[list[Any]], Any]]:
+        def compiled(_module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+            def call(args: list[Any]) -> Any:
+                return run(args)
+
+            call._boxed_call = True  # type: ignore[attr-defined]
+            return call
+
+        return compiled
+
     backend = aot_autograd(
-        fw_compiler=compiler,
-        bw_compiler=compiler,
-        inference_compiler=compiler,
-        partition_fn=partition,
+        fw_compiler=compiler(exchange.forward),
+        bw_compiler=compiler(exchange.backward),
+        inference_compiler=inference,
+        partition_fn=partitioned,
         decompositions=dict(parts),
     )
     settings: dict[str, Any] = {"donated_buffer": False}
@@ -199,7 +271,7 @@ def aot_backend(
         settings["backward_pass_autocast"] = "off"
     with whole_ops(), real_layouts(), functorch_config.patch(settings), inductor_config.patch(fallback_random=True):
         compiled: Callable[..., Any] = backend(graph_module, example_inputs)
-    return compiled
+    return compiled, exchange
 
 
 def compile_frame(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:

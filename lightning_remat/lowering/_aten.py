@@ -16,6 +16,7 @@ import torch.fx
 
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.capture import _ops as ops
+from lightning_remat.capture._torch import Modules
 from lightning_remat.errors import ScheduleError
 from lightning_remat.lowering._replay import random_state, replaying
 from lightning_remat.schedule import Compute, Schedule
@@ -26,11 +27,12 @@ Key = Node | State
 """What a value in a module stands for: a node of the joint graph, or the random state before an op's first evaluation."""
 
 
-def lower(captured: CapturedGraph, schedule: Schedule) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+def lower(captured: CapturedGraph, schedule: Schedule) -> Modules:
     """Forward and backward modules that run ``schedule`` on ``captured``.
 
     The forward takes the primals; it returns the forward outputs, then the saved tensors, then the saved sizes. The
-    backward takes the saved sizes, the saved tensors and the tangents; it returns the gradients.
+    backward takes the saved sizes, the saved tensors and the tangents; it returns the gradients. The sizes are all that are
+    among the primals, the same for every schedule.
 
     Raises:
         ScheduleError: when the schedule reads something that is not present (a schedule that `verify` refuses).
@@ -47,7 +49,7 @@ def lower(captured: CapturedGraph, schedule: Schedule) -> tuple[torch.fx.GraphMo
 
     saved = _needed_from_forward(captured, schedule, replayed)
     tensors = [key for key in saved if not _is_size(key)]
-    sizes = [key for key in saved if _is_size(key)]
+    sizes = [node for node in captured.primals if _is_size(node)]
     backward = _Writer(captured, replayed, done={step.op for step in forward_steps if isinstance(step, Compute)})
     for key in (*sizes, *tensors):
         backward.placeholder(key, _name(captured, key))
@@ -64,7 +66,7 @@ def lower(captured: CapturedGraph, schedule: Schedule) -> tuple[torch.fx.GraphMo
     backward_module = backward.finish(tuple(gradients))
     if description is not None:
         backward_module.graph.output_node().meta["desc"] = description[len(returned) :]
-    return forward_module, backward_module
+    return Modules(forward_module, backward_module, len(returned), len(sizes))
 
 
 def _is_size(key: Key) -> bool:

@@ -26,6 +26,8 @@ class RematConfig:
         solver_options: the solver's own options (`lightning_remat.solvers.options_of`).
         cost_model: ``"profile"`` (measure on the device), ``"roofline"``, ``"roofline:<device>"``, ``"flops"`` or ``"unit"``.
         margin: share of the device that ``budget="auto"`` leaves unused.
+        background: train on the first plan, made in about two seconds, while a process of its own searches on for the rest of
+            the time limit; a cheaper plan is swapped in between two steps, with the same results.
 
     Raises:
         ConfigError, BudgetError: on construction, saying what was given and what is accepted.
@@ -37,6 +39,7 @@ class RematConfig:
     solver_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     cost_model: str = "profile"
     margin: float = 0.05
+    background: bool = False
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)

@@ -7,16 +7,19 @@ from collections.abc import Callable
 
 import torch
 
-from lightning_remat.budget import Budget, BudgetKind, device_bytes, device_total_bytes, parse_budget
+from lightning_remat.budget import BudgetKind, device_bytes, device_total_bytes, parse_budget
 from lightning_remat.errors import InfeasibleBudgetError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._plan_cache import PlanCache
 from lightning_remat.schedule import simulate
-from lightning_remat.solvers import Problem, Solution, find_smallest, solve
+from lightning_remat.solvers import Problem, Solution, Status, find_smallest, solve
 
 Progress = Callable[[str], None]
+
+FIRST_SECONDS = 2.0
+"""Time limit of the first plan, where a better one is searched for in the background."""
 
 
 def make_plan(
@@ -64,8 +67,8 @@ def make_plan(
     if known is not None:
         budget_bytes = known.peak_bytes
     else:
-        budget_bytes = _resolve(
-            budget, graph, baseline.peak_bytes, lambda: smallest().peak_bytes, device, config, held_bytes
+        budget_bytes = resolve_budget(
+            config, graph.floor_bytes, baseline.peak_bytes, lambda: smallest().peak_bytes, device, held_bytes
         )
     if cache is not None and file is None and baseline.peak_bytes > budget_bytes:
         file = cache.path(graph, budget_bytes, config)
@@ -81,7 +84,11 @@ def make_plan(
         )
     else:
         say("solving")
-        solution = solve(graph, budget_bytes, config.solver, config.time_limit, **config.solver_options)
+        limits = [min(FIRST_SECONDS, config.time_limit)] if config.background else []
+        for limit in (*limits, config.time_limit):
+            solution = solve(graph, budget_bytes, config.solver, limit, **config.solver_options)
+            if solution.schedule is not None:
+                break
         if solution.schedule is None and smallest().peak_bytes <= budget_bytes:
             solution = smallest()
     if solution.schedule is None:
@@ -89,7 +96,8 @@ def make_plan(
         assert least.schedule is not None
         where = simulate(graph, least.schedule)
         raise InfeasibleBudgetError(budget_bytes, least.peak_bytes, where.peak_op, where.peak_module)
-    if cache is not None and file is not None and known is None:
+    searched = not config.background or budget.kind is BudgetKind.MIN or solution.status is Status.OPTIMAL
+    if cache is not None and file is not None and known is None and searched:
         cache.store(file, solution, budget_bytes)
     return Plan(
         graph=graph,
@@ -109,17 +117,17 @@ def make_plan(
     )
 
 
-def _resolve(
-    budget: Budget,
-    graph: ComputationGraph,
+def resolve_budget(
+    config: RematConfig,
+    floor_bytes: int,
     baseline_bytes: int,
     smallest: Callable[[], int],
     device: torch.device,
-    config: RematConfig,
     held_bytes: int,
 ) -> int:
-    return budget.resolve(
-        graph.floor_bytes,
+    """``config.budget`` in bytes (see `Budget.resolve`)."""
+    return parse_budget(config.budget).resolve(
+        floor_bytes,
         baseline_bytes,
         smallest,
         lambda: device_bytes(device, config.margin, held_bytes),

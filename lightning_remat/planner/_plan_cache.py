@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
 import time
 from pathlib import Path
-from typing import Any
 
 import lightning_remat
 from lightning_remat._disk import cache_directory, replace_file
 from lightning_remat.errors import RematError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._config import RematConfig
-from lightning_remat.schedule import Schedule, verify
-from lightning_remat.solvers import Solution, Status
+from lightning_remat.schedule import verify
+from lightning_remat.solvers import Solution
 
 log = logging.getLogger(__name__)
-
-FORMAT = "lightning_remat.solution"
-FORMAT_VERSION = 1
 
 MOST = 200
 """Files that are kept, the ones used last."""
@@ -62,31 +59,24 @@ class PlanCache:
         """What is known for a problem, verified; ``None`` if nothing is."""
         started = time.monotonic()
         try:
-            solution = _parse(json.loads(path.read_text(encoding="utf-8")), graph, started)
+            solution = read_solution(path, graph)
             path.touch()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError, RecursionError, RematError) as error:
             log.warning("The plan in %s cannot be used (%s): it is made again.", path, error)
             return None
-        return solution
+        return dataclasses.replace(
+            solution,
+            solve_seconds=time.monotonic() - started,
+            notes=("kept from an earlier run", *solution.notes),
+        )
 
     def store(self, path: Path, solution: Solution, budget_bytes: int) -> None:
         """Keep the solution of a problem."""
         if solution.schedule is None:
             return
-        data = {
-            "format": FORMAT,
-            "version": FORMAT_VERSION,
-            "budget_bytes": budget_bytes,
-            "schedule": solution.schedule.to_dict(),
-            "seconds": solution.seconds,
-            "status": solution.status.value,
-            "lower_bound_seconds": solution.lower_bound_seconds,
-            "bound_scope": solution.bound_scope,
-            "method": solution.method,
-            "notes": list(solution.notes),
-        }
+        data = {"budget_bytes": budget_bytes, "solution": solution.to_dict()}
         try:
             replace_file(path, json.dumps(data, separators=(",", ":")))
             self._forget_the_oldest()
@@ -114,28 +104,16 @@ def _age(file: Path) -> float:
         return 0.0
 
 
-def _parse(data: Any, graph: ComputationGraph, started: float) -> Solution:
-    """The solution of ``graph`` that `PlanCache.store` wrote.
+def read_solution(path: Path, graph: ComputationGraph) -> Solution:
+    """The solution in a file (`PlanCache.store`, or the process of `_search`), verified at the budget that it names.
 
     Raises:
-        ValueError: for other data.
-        RematError: when its schedule is none of ``graph``, or over the budget.
+        OSError: when the file cannot be read.
+        ValueError, RematError: when it holds no schedule of ``graph`` within that budget.
     """
-    if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != FORMAT_VERSION:
-        raise ValueError(f"not a {FORMAT} file of version {FORMAT_VERSION}")
-    try:
-        schedule = Schedule.from_dict(data["schedule"])
-        peak = verify(graph, schedule, data["budget_bytes"])
-        return Solution(
-            schedule=schedule,
-            status=Status(data["status"]),
-            seconds=float(data["seconds"]),
-            peak_bytes=peak,
-            lower_bound_seconds=float(data["lower_bound_seconds"]),
-            bound_scope=str(data["bound_scope"]),
-            solve_seconds=time.monotonic() - started,
-            method=str(data["method"]),
-            notes=("kept from an earlier run", *map(str, data["notes"])),
-        )
-    except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"a missing or malformed field: {error!r}") from error
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(data, dict) or not isinstance(data.get("budget_bytes"), int):
+        raise ValueError("no JSON object with a budget")
+    solution = Solution.from_dict(data.get("solution"))
+    assert solution.schedule is not None
+    return dataclasses.replace(solution, peak_bytes=verify(graph, solution.schedule, data["budget_bytes"]))

@@ -24,10 +24,12 @@ from lightning_remat.errors import InfeasibleBudgetError, RematError
 from lightning_remat.lowering import lower
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._make import Progress, make_plan
-from lightning_remat.planner._outside import least_needs, with_outside
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._plan_cache import PlanCache
+from lightning_remat.planner._search import Search
 from lightning_remat.planner._surroundings import Surroundings
+from lightning_remat.planner._together import Part, kept_bytes, plan_together, with_outside
+from lightning_remat.solvers import Status
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +59,25 @@ class _Stop(BaseException):
     def __init__(self, error: RematError) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+@dataclasses.dataclass
+class _Graph:
+    """One captured graph, and what runs it.
+
+    Attributes:
+        captured: with costs, and nothing around it.
+        around: what the device held beside it when it was captured.
+        exchange: the modules that run it, one version a plan.
+        versions: by plan (an index into `ScheduledStep.plans`), its version.
+        plan: the one that runs, where no plan was made for the call as a whole.
+    """
+
+    captured: CapturedGraph
+    around: Surroundings
+    exchange: internals.Exchange
+    versions: dict[int, int]
+    plan: int
 
 
 class ScheduledStep:
@@ -108,11 +129,11 @@ class ScheduledStep:
         self._captures: dict[Shapes, int] = {}
         self._cost_cache = CostCache()
         self._plan_cache = PlanCache()
-        self._call: list[int] = []  # plans that the present call has run so far
+        self._call: list[tuple[_Graph, int]] = []  # graphs that the present call has run so far, and their plans
         self._captured_now: list[int] = []  # plans of what the present call has captured, old ones too
-        self._over_budget = False
-        self._needs: dict[Shapes, list[int]] = {}  # by shapes, for each graph of a call: what later ones need
-        self._compiled: dict[Shapes, Callable[..., Any]] = {(): internals.compile_frame(function, self._backend)}
+        self._together: dict[Shapes, list[tuple[_Graph, int]]] = {}  # by shapes, the graphs of a call and their plans
+        self._searches: list[tuple[Search, _Graph]] = []
+        self._compiled = internals.compile_frame(function, self._backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or self._gave_up:
@@ -121,11 +142,12 @@ class ScheduledStep:
         self._call.clear()
         if shapes in self._fits_anyway:
             return self.function(*args, **kwargs)
+        self._take_better_plans()
         self._captured_now.clear()
         known_failures = internals.capture_failures() if not self.plans else None
         try:
             with internals.running(self._dynamic_sources()):
-                result = self._compiled.get(shapes, self._compiled[()])(*args, **kwargs)
+                result = self._compiled(*args, **kwargs)
         except _Stop as stop:
             raise stop.error from stop.error.__cause__
         if not self.plans and not self.failures:
@@ -138,13 +160,13 @@ class ScheduledStep:
 
     def _captured(self, shapes: Shapes, plans: Sequence[Plan]) -> None:
         """After a call that captured something: does the plain step fit anyway, or does every call capture again?"""
-        if self._over_budget:
-            self._over_budget = False
-            self._plan_together(shapes)
-            return
         if self.leave_alone and all(p.baseline_peak_bytes * EAGER_EXTRA <= p.budget_bytes for p in plans):
             self._fits_anyway.add(shapes)
             log.info("%s fits as it is: nothing is swapped in for these shapes", self.name or "the step")
+        elif len(self._call) > 1 and any(self.plans[plan].rematerializes for _, plan in self._call):
+            self._plan_together(shapes)
+        elif len(self._call) == 1 and self.config.background:
+            self._search_on(*self._call[0])
         self._captures[shapes] = self._captures.get(shapes, 0) + 1
         if self._captures[shapes] > MOST_CAPTURES:
             self._gave_up = True
@@ -154,20 +176,81 @@ class ScheduledStep:
                 None,
             )
 
+    def close(self) -> None:
+        """End what still searches beside the training; the plans at hand stay."""
+        for search, _ in self._searches:
+            search.close()
+        self._searches.clear()
+
+    # -- better plans -------------------------------------------------------------------------------------------------
+
     def _plan_together(self, shapes: Shapes) -> None:
-        """The first graphs of a call left too little for the later ones: capture it again, now that all are known."""
-        if shapes in self._needs:  # tried already
-            self._failed("its graphs do not fit into the budget together; the step runs over it", None)
-            return
-        self._needs[shapes] = least_needs([self.plans[i] for i in self._call], self.config.time_limit)
-        log.info("%s is captured as %d graphs, and planned again together", self.name or "the step", len(self._call))
-        self._compiled[shapes] = internals.compile_frame(self.function, lambda *given: self._backend(*given))
+        """Now that all graphs of a call are known, plan them as one; the next call runs that."""
+        graphs = [graph for graph, _ in self._call]
+        known: dict[int, CapturedGraph] = {id(graph): with_outside(graph.captured) for graph in graphs}
+        parts = [Part(known[id(graph)], graph.around) for graph in graphs]
+        log.info("%s is captured as %d graphs, and planned again together", self.name or "the step", len(graphs))
+        with internals.threads_kept():
+            plans = plan_together(
+                parts,
+                self.config,
+                held_bytes=graphs[0].around.held_bytes + graphs[0].captured.batch_bytes,
+                progress=self._progress,
+                cache=self._plan_cache,
+            )
+        self._together[shapes] = [
+            (graph, self._add_plan(plan, graph, part.captured))
+            for graph, part, plan in zip(graphs, parts, plans, strict=True)
+        ]
+
+    def _search_on(self, graph: _Graph, number: int) -> None:
+        """Look for something cheaper in a process of its own, unless all of that was done in an earlier run."""
+        plan = self.plans[number]
+        known = self._plan_cache.path(plan.graph, plan.budget_bytes, self.config).exists()
+        if plan.rematerializes and plan.status is not Status.OPTIMAL and not known:
+            self._searches.append((Search(plan, self.config), graph))
+
+    def _take_better_plans(self) -> None:
+        """Between two steps: from the next forward on, run what was found beside the training."""
+        for search, graph in self._searches:
+            solution = search.better()
+            plan = self.plans[graph.plan]
+            if solution is None or solution.schedule is None or solution.seconds >= plan.predicted_seconds:
+                continue
+            better = dataclasses.replace(
+                plan,
+                schedule=solution.schedule,
+                predicted_peak_bytes=solution.peak_bytes,
+                predicted_seconds=solution.seconds,
+                solver=solution.method,
+                status=solution.status,
+                lower_bound_seconds=max(solution.lower_bound_seconds, plan.lower_bound_seconds),
+                bound_scope=solution.bound_scope,
+                solve_seconds=solution.solve_seconds,
+                notes=(*solution.notes, "found while training ran on an earlier plan"),
+            )
+            graph.plan = self._add_plan(better, graph, graph.captured)
+            self._plan_cache.store(
+                self._plan_cache.path(plan.graph, plan.budget_bytes, self.config), solution, plan.budget_bytes
+            )
+            log.info("%s: a cheaper plan from now on: %s", self.name or "captured graph", better.summary())
+        self._searches = [one for one in self._searches if one[0].running]
+
+    def _add_plan(self, plan: Plan, graph: _Graph, captured: CapturedGraph) -> int:
+        """One more plan of a graph, ready to run; returns its index."""
+        self.plans.append(plan)
+        self.runs.append(0)
+        number = len(self.plans) - 1
+        graph.versions[number] = graph.exchange.add(lower(captured, plan.schedule))
+        if self._on_plan is not None:
+            self._on_plan(plan)
+        return number
 
     # -- capture ------------------------------------------------------------------------------------------------------
 
     def _backend(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         parameters = [isinstance(value, torch.nn.Parameter) for value in inputs]
-        planned: list[int] = []
+        planned: list[tuple[CapturedGraph, Surroundings, int]] = []
         autocast = Autocast.around(module)
 
         def partition(
@@ -177,7 +260,7 @@ class ScheduledStep:
             num_fwd_outputs: int,
             static_lifetime_input_indices: Sequence[int] | None = None,
             **_: Any,
-        ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+        ) -> internals.Modules:
             captured = from_joint(
                 joint,
                 num_fwd_outputs,
@@ -188,40 +271,50 @@ class ScheduledStep:
             )
             try:
                 with internals.real_tensors(), internals.threads_kept():
-                    captured, plan = self._plan(captured)
+                    captured, plan, around = self._plan(captured)
             except RematError as error:
                 raise _Stop(error) from error
             index = next((i for i, known in enumerate(self.plans) if known is plan), len(self.plans))
             if index == len(self.plans):
                 self.plans.append(plan)
                 self.runs.append(0)
-            planned.append(index)
+            planned.append((captured, around, index))
             return lower(captured, plan.schedule)
 
         self._progress("capturing")
         try:
-            compiled = internals.aot_backend(module, inputs, partition, PARTS)
+            compiled, exchange = internals.aot_backend(module, inputs, partition, PARTS)
         except Exception as error:  # noqa: BLE001 - whatever torch raises: the graph runs as before, and the reason is said
             self._failed(f"{type(error).__name__}: {error}", error)
             return module.forward
         if not planned:  # nothing in it needs a gradient
             return compiled
-        index = planned[0]
+        captured, around, index = planned[0]
+        graph = _Graph(captured, around, exchange, versions={index: 0}, plan=index)
         self._captured_now.append(index)
         if self._on_plan is not None:
             with internals.real_tensors():
                 self._on_plan(self.plans[index])
 
         def run(*args: Any) -> Any:
-            self.runs[index] += 1
-            self._call.append(index)
-            peaks = [self.plans[i].predicted_peak_bytes for i in self._call]
-            self.last_plan = self.plans[self._call[peaks.index(max(peaks))]]
+            number = self._plan_of(graph)
+            graph.exchange.current = graph.versions[number]
+            self.runs[number] += 1
+            self._call.append((graph, number))
+            self.last_plan = max((self.plans[i] for _, i in self._call), key=lambda plan: plan.predicted_peak_bytes)
             outputs = compiled(*args)
             internals.on_double_backward(outputs, self._double_backward)
             return outputs
 
         return run
+
+    def _plan_of(self, graph: _Graph) -> int:
+        """Which plan of a graph runs now: that of the call as a whole, as long as the call goes as it did when it was made."""
+        together = self._together.get(self._shapes, [])
+        position = len(self._call)
+        if position < len(together) and together[position][0] is graph:
+            return together[position][1]
+        return graph.plan
 
     def _double_backward(self) -> None:
         """A backward that will be differentiated itself has begun; torch is about to refuse the second one."""
@@ -232,7 +325,7 @@ class ScheduledStep:
             None,
         )
 
-    def _plan(self, captured: CapturedGraph) -> tuple[CapturedGraph, Plan]:
+    def _plan(self, captured: CapturedGraph) -> tuple[CapturedGraph, Plan, Surroundings]:
         started = time.monotonic()
         device = captured.device
         self._progress("measuring every operation")
@@ -244,33 +337,28 @@ class ScheduledStep:
         costs = model(captured.calls, device)
         cost_seconds = time.monotonic() - started
         around = self._surroundings()
-        earlier = [self.plans[i] for i in self._call]
+        earlier = [self.plans[i] for _, i in self._call]
         graph = captured.graph.with_costs([c.seconds for c in costs], [c.workspace_bytes for c in costs])
-        captured = dataclasses.replace(captured, graph=graph)
-        graph = around.put_around(captured, earlier).replace(device=str(device))
-        captured = dataclasses.replace(captured, graph=graph)
-        needs = self._needs.get(self._shapes, [])
-        if len(earlier) < len(needs) and needs[len(earlier)]:
-            captured = with_outside(captured, needs[len(earlier)])
-            graph = captured.graph
+        captured = dataclasses.replace(captured, graph=graph.replace(device=str(device)))
+        graph = around.put_around(captured, [plan.graph for plan in earlier], sum(map(kept_bytes, earlier)))
+        for known in self.plans:  # captured again for another reason than its shapes
+            if known.graph == graph:
+                return captured, known, around
         record: dict[str, Any] = {
             "held_bytes": around.held_bytes + captured.batch_bytes,
             "cost_seconds": cost_seconds,
             "progress": self._progress,
             "cache": self._plan_cache,
         }
-        for known in self.plans:  # captured again for another reason than its shapes
-            if known.graph == graph:
-                return captured, known
         try:
             plan = make_plan(graph, self.config, **record)
         except InfeasibleBudgetError:
             if not earlier:
                 raise
-            self._over_budget = True  # what ran before cannot be taken back: this once, as small as can be
+            # What ran before cannot be taken back: this once, as small as can be; then all are planned together.
             plan = make_plan(graph, dataclasses.replace(self.config, budget="min"), **record)
         log.info("%s: %s", self.name or "captured graph", plan.summary())
-        return captured, plan
+        return captured, plan, around
 
     def _failed(self, reason: str, error: Exception | None) -> None:
         reason = reason.strip().splitlines()[0] if reason.strip() else type(error).__name__

@@ -9,8 +9,6 @@ import torch
 
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.graph import ComputationGraph, TensorRole
-from lightning_remat.planner._outside import kept_bytes
-from lightning_remat.planner._plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,20 +31,23 @@ class Surroundings:
     accumulating: bool = False
     held_bytes: int = 0
 
-    def put_around(self, captured: CapturedGraph, earlier: Sequence[Plan]) -> ComputationGraph:
+    def put_around(
+        self, captured: CapturedGraph, earlier: Sequence[ComputationGraph] = (), kept_bytes: int = 0
+    ) -> ComputationGraph:
         """The captured graph with all this around it.
 
         Args:
             captured: one graph of the step.
-            earlier: plans of the graphs that ran before it in the same forward. What they keep is alive while this one
-                runs; their backwards come after this one's, so that their gradients are not there yet.
+            earlier: the graphs that ran before it in the same forward. What they keep is alive while this one runs; their
+                backwards come after this one's, so that their gradients are not there yet.
+            kept_bytes: what the forwards of those leave behind (`Timeline.saved_bytes`).
         """
         graph = captured.graph
         own = _bytes(graph, TensorRole.PARAMETER)
-        before = sum(_bytes(plan.graph, TensorRole.PARAMETER) for plan in earlier)
+        before = sum(_bytes(other, TensorRole.PARAMETER) for other in earlier)
         others = max(0, self.trainable_bytes - own)  # gradients of parameters outside this graph
         later = max(0, others - before)  # made already when this graph's backward begins
-        kept = sum(kept_bytes(plan) + _bytes(plan.graph, TensorRole.BATCH) for plan in earlier)
+        kept = kept_bytes + sum(_bytes(other, TensorRole.BATCH) for other in earlier)
         resident = (
             self.resident_bytes
             + max(0, self.module_bytes - captured.static_bytes)
@@ -70,15 +71,15 @@ def _bytes(graph: ComputationGraph, role: TensorRole) -> int:
     return sum(graph.storages[s] for s in storages)
 
 
-def _handed_over_bytes(earlier: Sequence[Plan], graph: ComputationGraph) -> int:
+def _handed_over_bytes(earlier: Sequence[ComputationGraph], graph: ComputationGraph) -> int:
     """Bytes of the outputs and inputs of earlier graphs that are inputs of this one, and would otherwise count twice.
 
     Matched by shape and dtype: the graphs are captured apart, and nothing else tells.
     """
     outputs = [
-        (t.shape, t.dtype, plan.graph.storages[t.storage])
-        for plan in earlier
-        for t in (plan.graph.tensors[i] for i in (*plan.graph.forward_outputs, *plan.graph.inputs))
+        (t.shape, t.dtype, other.storages[t.storage])
+        for other in earlier
+        for t in (other.tensors[i] for i in (*other.forward_outputs, *other.inputs))
         if t.role in (TensorRole.INTERMEDIATE, TensorRole.BATCH)
     ]
     found = 0

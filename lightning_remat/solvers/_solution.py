@@ -7,7 +7,11 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
+from lightning_remat.errors import RematError, SolverError
 from lightning_remat.schedule import Schedule
+
+FORMAT = "lightning_remat.solution"
+FORMAT_VERSION = 2
 
 
 class Status(str, Enum):
@@ -69,3 +73,47 @@ class Solution:
         if self.lower_bound_seconds <= 0:
             return 0.0 if self.seconds <= 0 else float("inf")
         return max(0.0, self.seconds / self.lower_bound_seconds - 1.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON, of a solution with a schedule."""
+        if self.schedule is None:
+            raise SolverError("a solution without a schedule is not written: there is nothing to come back to")
+        return {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "schedule": self.schedule.to_dict(),
+            "status": self.status.value,
+            "seconds": self.seconds,
+            "peak_bytes": self.peak_bytes,
+            "lower_bound_seconds": self.lower_bound_seconds,
+            "bound_scope": self.bound_scope,
+            "solve_seconds": self.solve_seconds,
+            "method": self.method,
+            "options": dict(self.options),
+            "notes": list(self.notes),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Solution:
+        """The inverse of `to_dict`. Whether its schedule is one of the graph at hand is for `verify` to say.
+
+        Raises:
+            SolverError: for other data.
+        """
+        if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != FORMAT_VERSION:
+            raise SolverError(f"not a {FORMAT} of version {FORMAT_VERSION}")
+        try:
+            return cls(
+                schedule=Schedule.from_dict(data["schedule"]),
+                status=Status(data["status"]),
+                seconds=float(data["seconds"]),
+                peak_bytes=int(data["peak_bytes"]),
+                lower_bound_seconds=float(data["lower_bound_seconds"]),
+                bound_scope=str(data["bound_scope"]),
+                solve_seconds=float(data["solve_seconds"]),
+                method=str(data["method"]),
+                options=dict(data["options"]),
+                notes=tuple(map(str, data["notes"])),
+            )
+        except (KeyError, TypeError, ValueError, RematError) as error:
+            raise SolverError(f"a solution with a missing or malformed field: {error!r}") from error

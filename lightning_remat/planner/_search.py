@@ -1,0 +1,130 @@
+"""Searching on for a cheaper schedule in a process of its own, while training runs on the first one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import weakref
+from pathlib import Path
+
+from lightning_remat.errors import RematError
+from lightning_remat.planner._config import RematConfig
+from lightning_remat.planner._plan import Plan
+from lightning_remat.planner._plan_cache import read_solution
+from lightning_remat.solvers import Solution
+
+log = logging.getLogger(__name__)
+
+
+class Search:
+    """A process that looks for cheaper schedules of a plan's graph, at the plan's budget.
+
+    The process knows the graph and nothing of the training; it runs at low priority, ends by itself after the time limit, and
+    with this process however that ends. Where it cannot be started, or dies, that is said once in a warning, and the plan at
+    hand stays.
+
+    Args:
+        plan: the plan at hand.
+        config: solver, its options and its time limit.
+    """
+
+    def __init__(self, plan: Plan, config: RematConfig) -> None:
+        self._plan = plan
+        self._seen: tuple[int, int] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        try:
+            self._folder = tempfile.TemporaryDirectory(prefix="lightning_remat-", ignore_cleanup_errors=True)
+            folder = Path(self._folder.name)
+            self._better = folder / "better.json"
+            plan.graph.save(folder / "graph.json")
+            task = {
+                "graph": str(folder / "graph.json"),
+                "better": str(self._better),
+                "budget_bytes": plan.budget_bytes,
+                "method": config.solver,
+                "options": config.solver_options,
+                "time_limit": config.time_limit,
+                "seconds": plan.predicted_seconds,
+            }
+            (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
+            with (folder / "errors.txt").open("wb") as errors:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "lightning_remat.solvers", str(folder / "task.json")],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"},
+                )
+        except (OSError, TypeError, ValueError) as error:
+            self._failed(f"it cannot be started: {error}")
+        else:
+            self._finalizer = weakref.finalize(self, _end, self._process, self._folder)
+
+    @property
+    def running(self) -> bool:
+        """Whether something better may still be found."""
+        return self._process is not None
+
+    def better(self) -> Solution | None:
+        """A cheaper schedule that was written since this was asked last, verified; quick enough to ask before every step."""
+        if self._process is None:
+            return None
+        ended = self._process.poll()
+        solution = self._read()
+        if ended is not None:
+            if ended != 0:
+                self._failed(f"its process ended with {_ending(ended)}{self._last_words()}")
+            self.close()
+        return solution
+
+    def _read(self) -> Solution | None:
+        try:
+            facts = self._better.stat()
+        except OSError:
+            return None
+        if self._seen == (facts.st_mtime_ns, facts.st_ino):
+            return None
+        self._seen = (facts.st_mtime_ns, facts.st_ino)
+        try:
+            return read_solution(self._better, self._plan.graph)
+        except (OSError, ValueError, RematError) as error:
+            self._failed(f"what it found cannot be used: {error}")
+            self.close()
+            return None
+
+    def _last_words(self) -> str:
+        assert self._folder is not None
+        with contextlib.suppress(OSError):
+            lines = (Path(self._folder.name) / "errors.txt").read_text(errors="replace").strip().splitlines()
+            return f": {lines[-1]}" if lines else ""
+        return ""
+
+    def _failed(self, reason: str) -> None:
+        log.warning(
+            "The search for a cheaper schedule beside the training is over (%s): the plan at hand stays.", reason
+        )
+
+    def close(self) -> None:
+        """End the process, and remove its files."""
+        if self._process is not None:
+            self._finalizer()
+            self._process = None
+
+
+def _end(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]) -> None:
+    process.kill()
+    if process.stdin is not None:
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+    process.wait()
+    folder.cleanup()
+
+
+def _ending(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,295 @@
+"""One plan over all the graphs of a step: what one of them saves is alive while the next ones run.
+
+A step that is captured as several graphs runs their forwards in order and their backwards in the opposite order. While graph
+i runs, forward or backward, what the earlier ones keep is held beside it: with the peak of i alone p_i and what j keeps k_j,
+
+    p_i + sum of k_j for j < i  <=  budget    for every i
+
+is all that ties them together. Each graph gets a choice of schedules, from `plan_curve`: cheapest for a peak, and cheapest for
+what is kept. A dynamic program over what has been kept so far picks one for each (the graphs are a chain), and then each graph
+is solved once more in exactly the room that the others leave it.
+
+What others need while a graph waits for its backward is one more op at the end of its forward, whose workspace it is: no
+solver has to know of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+from lightning_remat.capture import CapturedGraph
+from lightning_remat.errors import InfeasibleBudgetError
+from lightning_remat.graph import ComputationGraph, Op, Phase
+from lightning_remat.planner._config import RematConfig
+from lightning_remat.planner._make import Progress, make_plan, resolve_budget
+from lightning_remat.planner._plan import Plan
+from lightning_remat.planner._plan_cache import PlanCache
+from lightning_remat.planner._surroundings import Surroundings
+from lightning_remat.schedule import Schedule, Timeline, simulate
+from lightning_remat.solvers import Problem, Status, plan_curve
+from lightning_remat.solvers._prune import once
+from lightning_remat.solvers._registry import ANY_ORDER
+
+OUTSIDE = "outside"
+"""Name of the op that stands for what others need."""
+
+NEEDS = (0.0, 1.0)
+"""What others need where curves are made, as shares of the graph's own peak: where it is large, what is kept is what counts."""
+
+POINTS = 12
+"""Budgets of one curve."""
+
+CURVES_SHARE = 0.4
+"""Share of the time limit for all curves; the rest is for the solves."""
+
+MOST_CHOICES = 400
+"""Partial choices that the dynamic program goes on with, evenly spaced by what they keep."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One graph of a step, with costs, and what lies around it."""
+
+    captured: CapturedGraph
+    around: Surroundings
+
+    @property
+    def graph(self) -> ComputationGraph:
+        return self.captured.graph
+
+
+@dataclasses.dataclass(frozen=True)
+class _Option:
+    """One schedule of a graph: alone, with nothing kept before it and nothing needed after it."""
+
+    schedule: Schedule
+    seconds: float
+    peak_bytes: int
+    kept_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Choice:
+    """Options for the first few graphs: what they keep together, and their time."""
+
+    kept_bytes: int = 0
+    seconds: float = 0.0
+    options: tuple[_Option, ...] = ()
+
+
+def with_outside(captured: CapturedGraph) -> CapturedGraph:
+    """The graph with an op for what others need between its forward and its backward, nothing so far."""
+    graph = captured.graph
+    at = graph.boundary
+    outside = Op(
+        name=OUTSIDE, target=OUTSIDE, inputs=graph.forward_outputs, outputs=(), phase=Phase.LOSS, recomputable=False
+    )
+    return dataclasses.replace(
+        captured,
+        graph=graph.replace(ops=(*graph.ops[:at], outside, *graph.ops[at:])),
+        nodes=(*captured.nodes[:at], None, *captured.nodes[at:]),
+        calls=(*captured.calls[:at], None, *captured.calls[at:]),
+    )
+
+
+def needing(graph: ComputationGraph, nbytes: int) -> ComputationGraph:
+    """A graph of `with_outside` with so many bytes needed by others."""
+    ops = [dataclasses.replace(op, workspace_bytes=nbytes) if op.name == OUTSIDE else op for op in graph.ops]
+    return graph.replace(ops=tuple(ops))
+
+
+def kept_bytes(plan: Plan) -> int:
+    """What the forward of a plan leaves behind: saved for the backward, and held by the caller."""
+    return plan.timeline().saved_bytes
+
+
+def plan_together(
+    parts: Sequence[Part],
+    config: RematConfig,
+    *,
+    held_bytes: int = 0,
+    progress: Progress | None = None,
+    cache: PlanCache | None = None,
+) -> list[Plan]:
+    """Plans for the graphs of one step within one budget.
+
+    Args:
+        parts: the graphs of `with_outside`, in the order in which their forwards run.
+        config: budget, solver and time limit (of all graphs together).
+        held_bytes: what the process holds on the device already (see `make_plan`).
+        progress: told in words what is being done.
+        cache: plans of earlier runs.
+
+    Raises:
+        InfeasibleBudgetError: when no choice of schedules was found; it names the smallest budget for which one was.
+        BudgetError: for a size over what the device has.
+    """
+    say = progress or (lambda _text: None)
+    earlier = [[part.graph for part in parts[:i]] for i in range(len(parts))]
+    alone = [part.around.put_around(part.captured, before) for part, before in zip(parts, earlier, strict=True)]
+
+    def beside(i: int, kept: int) -> ComputationGraph:
+        """Graph i, with so many bytes kept by the earlier ones."""
+        return parts[i].around.put_around(parts[i].captured, earlier[i], kept)
+
+    # What is handed over from one graph to the next is counted by both: from some amount on each byte kept counts.
+    total = sum(graph.floor_bytes + sum(graph.storages) for graph in alone)
+    free = [total - (beside(i, total).resident_bytes - alone[i].resident_bytes) for i in range(len(parts))]
+
+    say(f"planning {len(parts)} graphs together")
+    known: dict[int, list[_Option]] = {}
+    curve_seconds = CURVES_SHARE * config.time_limit / len(NEEDS) / len({id(part.captured) for part in parts})
+    for part, graph in zip(parts, alone, strict=True):
+        if id(part.captured) not in known:
+            known[id(part.captured)] = list(_options(graph, curve_seconds))
+    options = [
+        [_option(graph, one.schedule) for one in known[id(part.captured)]]
+        for part, graph in zip(parts, alone, strict=True)
+    ]
+
+    def choose(budget: float) -> _Choice | None:
+        return _cheapest(options, free, budget)
+
+    def peak(choice: _Choice) -> int:
+        return max(_peaks(choice.options, free))
+
+    plain = _Choice(options=tuple(one[0] for one in options))
+    baseline = peak(plain)
+    smallest = _smallest(choose, peak, plain)
+    device = parts[0].captured.device
+    floor = max(graph.floor_bytes for graph in alone)
+    budget = resolve_budget(config, floor, baseline, lambda: peak(smallest), device, held_bytes)
+    choice = plain if baseline <= budget else choose(budget)
+    if choice is None:
+        where = _peaks(smallest.options, free)
+        worst = where.index(max(where))
+        timeline = simulate(alone[worst], smallest.options[worst].schedule)
+        raise InfeasibleBudgetError(budget, peak(smallest), timeline.peak_op, timeline.peak_module)
+
+    chosen = list(choice.options)
+    plans: list[Plan] = []
+    solving = dataclasses.replace(
+        config, budget=budget, time_limit=(1 - CURVES_SHARE) * config.time_limit / len(parts), background=False
+    )
+    for i in range(len(parts)):
+        kept = sum(option.kept_bytes for option in chosen[:i])
+        room = needing(beside(i, kept), _needed_by_later(i, alone[i], chosen, free))
+        given = _recorded(room, chosen[i].schedule, budget)
+        plan = given
+        if given.rematerializes:
+            say(f"solving graph {i + 1} of {len(parts)}")
+            try:
+                found = make_plan(room, solving, held_bytes=held_bytes, progress=progress, cache=cache)
+            except InfeasibleBudgetError as error:
+                given = dataclasses.replace(given, notes=(*given.notes, f"alone: {error}"))
+            else:
+                plan = found if found.predicted_seconds < given.predicted_seconds else given
+        chosen[i] = _option(alone[i], plan.schedule)
+        plans.append(plan)
+    records = []
+    for i, plan in enumerate(plans):
+        kept = sum(option.kept_bytes for option in chosen[:i])
+        graph = needing(beside(i, kept), _needed_by_later(i, alone[i], chosen, free))
+        peak_bytes = simulate(graph, plan.schedule).peak_bytes
+        assert peak_bytes <= budget, "the graphs were solved in the room that they leave each other"
+        records.append(
+            dataclasses.replace(
+                plan, graph=graph, predicted_peak_bytes=peak_bytes, baseline_peak_bytes=max(baseline, peak_bytes)
+            )
+        )
+    return records
+
+
+def _options(graph: ComputationGraph, time_limit: float) -> Iterable[_Option]:
+    """A choice of schedules; the first is the plain one."""
+    problem = Problem(graph)
+    plain = problem.expand(problem.captured)
+    yield _option(graph, plain)
+    own = simulate(graph, plain).peak_bytes
+    seen = {plain}
+    for share in NEEDS:
+        for solution in plan_curve(needing(graph, int(share * own)), POINTS, time_limit).solutions:
+            assert solution.schedule is not None
+            if solution.schedule not in seen:
+                seen.add(solution.schedule)
+                yield _option(graph, solution.schedule)
+
+
+def _option(graph: ComputationGraph, schedule: Schedule) -> _Option:
+    timeline: Timeline = simulate(graph, schedule)
+    return _Option(schedule, timeline.seconds, timeline.peak_bytes, timeline.saved_bytes)
+
+
+def _peaks(options: Sequence[_Option], free: Sequence[int]) -> list[int]:
+    """The peak while each graph runs. Of what the earlier ones keep, ``free`` bytes are this one's own inputs."""
+    kept, peaks = 0, []
+    for option, handed_over in zip(options, free, strict=True):
+        peaks.append(option.peak_bytes + max(0, kept - handed_over))
+        kept += option.kept_bytes
+    return peaks
+
+
+def _needed_by_later(i: int, graph: ComputationGraph, options: Sequence[_Option], free: Sequence[int]) -> int:
+    """Bytes that graph i may not have when its forward ends, since a later graph needs them at its peak."""
+    later = max(_peaks(options, free)[i + 1 :], default=0)
+    schedule = options[i].schedule
+    outside = next(n for n, op in enumerate(graph.ops) if op.name == OUTSIDE)
+    at = next(n for n, step in enumerate(schedule.steps) if getattr(step, "op", None) == outside)
+    kept_before = max(0, sum(option.kept_bytes for option in options[:i]) - free[i])
+    return max(0, later - kept_before - int(simulate(graph, schedule).during[at]))
+
+
+def _cheapest(options: Sequence[Sequence[_Option]], free: Sequence[int], budget_bytes: float) -> _Choice | None:
+    """The dynamic program: graph by graph, the partial choices that are neither dearer nor keep more than another one."""
+    choices = [_Choice()]
+    for own, handed_over in zip(options, free, strict=True):
+        extended = [
+            _Choice(choice.kept_bytes + option.kept_bytes, choice.seconds + option.seconds, (*choice.options, option))
+            for choice in choices
+            for option in own
+            if option.peak_bytes + max(0, choice.kept_bytes - handed_over) <= budget_bytes
+        ]
+        extended.sort(key=lambda one: (one.kept_bytes, one.seconds))
+        choices = []
+        for one in extended:
+            if not choices or one.seconds < choices[-1].seconds:
+                choices.append(one)
+        if len(choices) > MOST_CHOICES:
+            choices = [choices[round(n * (len(choices) - 1) / (MOST_CHOICES - 1))] for n in range(MOST_CHOICES)]
+    return choices[-1] if choices else None
+
+
+def _smallest(choose: Callable[[float], _Choice | None], peak: Callable[[_Choice], int], plain: _Choice) -> _Choice:
+    """The choice of the smallest peak, by bisection."""
+    best, low = plain, 0
+    while True:
+        middle = (low + peak(best)) // 2
+        if middle >= peak(best) * (1 - 1e-4):
+            return best
+        found = choose(middle)
+        if found is None:
+            low = middle + 1
+        else:
+            best = found
+
+
+def _recorded(graph: ComputationGraph, schedule: Schedule, budget_bytes: int) -> Plan:
+    """A plan of a schedule from a curve."""
+    problem = Problem(graph)
+    plain = problem.evaluate(problem.captured)
+    timeline = simulate(graph, schedule)
+    return Plan(
+        graph=graph,
+        schedule=schedule,
+        budget_bytes=budget_bytes,
+        predicted_peak_bytes=timeline.peak_bytes,
+        baseline_peak_bytes=plain.peak_bytes,
+        predicted_seconds=timeline.seconds,
+        baseline_seconds=plain.seconds,
+        solver="curve",
+        status=Status.FEASIBLE,
+        lower_bound_seconds=problem.evaluate(once(problem)).seconds,
+        bound_scope=ANY_ORDER,
+        solve_seconds=0.0,
+    )
