@@ -14,6 +14,7 @@ from lightning_remat.solvers import Problem, solve
 from lightning_remat.solvers import _griewank as _registers  # noqa: F401
 from lightning_remat.solvers._batch_size import (
     extrapolated_batch_size,
+    guessed_batch_size,
     linear_in_batch,
     max_batch_size,
     one_extra_forward,
@@ -72,6 +73,29 @@ def test_the_default_cap_lies_between_no_and_any_rematerialization() -> None:
     assert capped.batch_size / 1.1 <= rough.batch_size <= capped.batch_size
     assert len(rough.tried) < len(capped.tried)
     assert max_batch_size(chain_at, budget, method="milp", at_most=64).batch_size == 64
+
+
+def test_a_guess_from_the_trade_off_saves_solves() -> None:
+    budget = 1000 + PARAMETERS
+    guess = guessed_batch_size(chain_at, budget)
+    assert guess == 200  # 24 evaluations of at most 26, at 5 values
+    assert guessed_batch_size(chain_at, budget, at_most=64) == 64
+    assert guessed_batch_size(chain_at, 6 + PARAMETERS) == 1  # where not even one fits without rematerialization
+    guessed = max_batch_size(chain_at, budget, precision=0.1)
+    assert guessed.tried[0].batch_size == guess
+    assert guessed.batch_size == 200
+    from_one = max_batch_size(chain_at, budget, precision=0.1, start=1)
+    assert from_one.batch_size in range(182, 201)
+    assert len(guessed.tried) < len(from_one.tried)
+
+
+@pytest.mark.parametrize("start", [1, 7, 30, 199, 200, 201, 999, 5000])
+def test_wherever_it_begins_it_ends_at_the_same(start: int) -> None:
+    found = max_batch_size(chain_at, 1000 + PARAMETERS, method="griewank_logn", start=start, at_most=1000)
+    assert found.batch_size == 200
+    assert found.tried[0].batch_size == min(start, 1000)
+    sizes = [trial.batch_size for trial in found.tried]
+    assert len(sizes) == len(set(sizes)) and {200, 201} <= set(sizes)
 
 
 def test_none_fits() -> None:

@@ -2,7 +2,8 @@
 
 Checkmate makes the batch size B a variable of its program, which makes memory constraints quadratic. Here the program stays
 as it is: for one batch size after another the method is asked for its cheapest schedule in the budget, and the largest batch
-size whose schedule costs no more than the cap is found by bisection (`max_batch_size`). That assumes that what fits at one
+size whose schedule costs no more than the cap is found by bisection (`max_batch_size`), from where the trade-off at one batch
+size points to (`guessed_batch_size`). That assumes that what fits at one
 batch size fits at all smaller ones, which holds for an exact method and bytes that grow with the batch. A heuristic may break
 it, or miss a schedule that exists, so the answer is a lower bound, as the paper's own is.
 
@@ -18,6 +19,7 @@ from typing import Any
 
 from lightning_remat.errors import BudgetError, GraphError
 from lightning_remat.graph import ComputationGraph
+from lightning_remat.solvers._curve import plan_curve
 from lightning_remat.solvers._problem import Problem
 from lightning_remat.solvers._prune import required
 from lightning_remat.solvers._registry import solve
@@ -64,10 +66,11 @@ def max_batch_size(
     cap: Cap = one_extra_forward,
     at_most: int = 1 << 16,
     precision: float = 0.0,
+    start: int | None = None,
     time_limit: float = 30.0,
     **options: Any,
 ) -> BatchSize:
-    """The largest batch size whose step fits ``budget_bytes`` and costs no more than ``cap``: doubling, then bisection.
+    """The largest batch size whose step fits ``budget_bytes`` and costs no more than ``cap``: from a first guess, bisection.
 
     Args:
         graph_of: the step's graph at a batch size, from 1 (`linear_in_batch`, or a capture each).
@@ -76,6 +79,7 @@ def max_batch_size(
         cap: the most seconds that a step may take, given its graph (eq. 10 unless set).
         at_most: larger batch sizes are not tried.
         precision: stop when the answer is known to within this share.
+        start: where to begin; ``None`` for what `guessed_batch_size` says where the method is ``"auto"``, else 1.
         time_limit: seconds of one solve.
         **options: the method's own options.
 
@@ -92,15 +96,70 @@ def max_batch_size(
         tried.append(Trial(batch_size, budget_bytes, cap(graph), solution))
         return tried[-1].fits
 
-    low, high, ahead = 0, at_most + 1, 1
-    while high - low > 1 + precision * low:
-        middle = min(ahead, at_most) if high > at_most else (low + high) // 2
+    if start is None:
+        start = guessed_batch_size(graph_of, budget_bytes, cap, at_most, time_limit) if method == "auto" else 1
+    low, high, stride = 0, at_most + 1, max(1, start // 16)
+    middle = max(1, min(start, at_most))
+    while True:
         if fits(middle):
-            low, ahead = middle, 2 * middle
+            low = middle
         else:
             high = middle
+        if high - low <= 1 + precision * low:
+            break
+        if low == 0 or high > at_most:  # one side is open still
+            middle = min(low + stride, at_most) if low else max(1, high - stride)
+            stride *= 2
+        else:
+            middle = (low + high) // 2
     best = next((trial.solution for trial in tried if trial.batch_size == low), None)
     return BatchSize(low, best, tuple(tried))
+
+
+def guessed_batch_size(
+    graph_of: Callable[[int], ComputationGraph],
+    budget_bytes: int,
+    cap: Cap = one_extra_forward,
+    at_most: int = 1 << 16,
+    time_limit: float = 30.0,
+) -> int:
+    """Where to look for the largest batch size: eq. 11 on the whole trade-off (`plan_curve`) at one batch size.
+
+    That is the largest power of two that fits without rematerialization; the bytes that do not grow with the batch are those
+    that two batch sizes without rematerialization show.
+
+    Args:
+        graph_of: the step's graph at a batch size, from 1.
+        budget_bytes: the most that may be held at any moment.
+        cap: the most seconds that a step may take, given its graph.
+        at_most: the largest answer.
+        time_limit: seconds for the trade-off.
+    """
+
+    def plain_bytes(graph: ComputationGraph) -> int:
+        problem = Problem(graph)
+        return problem.evaluate(problem.captured).peak_bytes
+
+    size, graph = 1, graph_of(1)
+    peak = smaller = plain_bytes(graph)
+    while 2 * size <= at_most:
+        larger = graph_of(2 * size)
+        if (needed := plain_bytes(larger)) > budget_bytes:
+            break
+        size, graph, smaller, peak = 2 * size, larger, peak, needed
+    if size == 1:
+        smaller, peak = peak, plain_bytes(graph_of(2))
+        each = peak - smaller
+        fixed = smaller - each
+    else:
+        each = (peak - smaller) / (size // 2)
+        fixed = peak - each * size
+    limit = cap(graph) * (1 + 1e-9)
+    reached = [one.peak_bytes for one in plan_curve(graph, time_limit=time_limit).solutions if one.seconds <= limit]
+    growing = (min(reached, default=peak) - fixed) / size
+    if growing <= 0:
+        return size
+    return max(1, min(at_most, int((budget_bytes - fixed) / growing)))
 
 
 def extrapolated_batch_size(
