@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import warnings
 from collections import Counter
@@ -170,6 +171,17 @@ def boxed(module: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     return run
 
 
+@contextlib.contextmanager
+def _collecting(garbage: bool) -> Iterator[None]:
+    """Python's garbage collector on or off: tracing makes so many objects that looking for cycles is a quarter of its time."""
+    before = gc.isenabled()
+    (gc.enable if garbage else gc.disable)()
+    try:
+        yield
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
 @dataclasses.dataclass(frozen=True)
 class Modules:
     """A captured graph as AOTAutograd runs it.
@@ -239,9 +251,11 @@ def aot_backend(
     The ops in ``parts`` are captured as the ops that they are made of. What runs can be exchanged for other versions of it.
     """
     exchange = Exchange()
+    collects = gc.isenabled()
 
     def partitioned(*args: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-        modules = partition(*args, **kwargs)
+        with _collecting(collects):
+            modules = partition(*args, **kwargs)
         exchange.add(modules)
         return modules.forward, modules.backward
 
@@ -269,7 +283,13 @@ def aot_backend(
     if hasattr(functorch_config, "backward_pass_autocast"):
         # "same_as_forward" gives other bits than eager where the step has a region with autocast off.
         settings["backward_pass_autocast"] = "off"
-    with whole_ops(), real_layouts(), functorch_config.patch(settings), inductor_config.patch(fallback_random=True):
+    with (
+        _collecting(False),
+        whole_ops(),
+        real_layouts(),
+        functorch_config.patch(settings),
+        inductor_config.patch(fallback_random=True),
+    ):
         compiled: Callable[..., Any] = backend(graph_module, example_inputs)
     return compiled, exchange
 

@@ -23,6 +23,7 @@ from lightning_remat.cost import CostCache, cost_model
 from lightning_remat.errors import InfeasibleBudgetError, RematError
 from lightning_remat.lowering import lower
 from lightning_remat.planner._config import RematConfig
+from lightning_remat.planner._late import with_late_gradients
 from lightning_remat.planner._make import Progress, make_plan
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._plan_cache import PlanCache
@@ -339,7 +340,7 @@ class ScheduledStep:
         around = self._surroundings()
         earlier = [self.plans[i] for _, i in self._call]
         graph = captured.graph.with_costs([c.seconds for c in costs], [c.workspace_bytes for c in costs])
-        captured = dataclasses.replace(captured, graph=graph.replace(device=str(device)))
+        captured = with_late_gradients(dataclasses.replace(captured, graph=graph.replace(device=str(device))))
         graph = around.put_around(captured, [plan.graph for plan in earlier], sum(map(kept_bytes, earlier)))
         for known in self.plans:  # captured again for another reason than its shapes
             if known.graph == graph:
