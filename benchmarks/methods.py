@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.present import ATEN, CHECKPOINT, EAGER, INDUCTOR, OURS
+from benchmarks.present import ATEN, CHECKPOINT, EAGER, INDUCTOR, OURS, UNSCHEDULED
 from lightning_remat import Rematerialized, rematerialize
 
 MEMORY_BUDGETS = (1.0, 0.5, 0.3, 0.15, 0.05)
@@ -42,7 +42,10 @@ class Method:
 
 
 def all_methods(
-    budgets: Sequence[float | str], inductor: bool = True, memory_budgets: Sequence[float] = MEMORY_BUDGETS
+    budgets: Sequence[float | str],
+    inductor: bool = True,
+    memory_budgets: Sequence[float] = MEMORY_BUDGETS,
+    time_limit: float | None = None,
 ) -> list[Method]:
     """Eager first, then the peers, then this project.
 
@@ -50,6 +53,7 @@ def all_methods(
         budgets: of this project: shares, sizes or ``"min"``; a row each.
         inductor: whether PyTorch's budget is tried under Inductor too, which needs a C++ compiler.
         memory_budgets: values of PyTorch's `activation_memory_budget`; a row each.
+        time_limit: of this project's planner, in seconds; by default its own.
     """
     methods = [Method(EAGER, "eager", _eager), Method(CHECKPOINT, "per-block checkpoint", _checkpointed)]
     for backend, family, said in ((_aten, ATEN, "ATen"), (_inductor, INDUCTOR, "Inductor")):
@@ -59,9 +63,16 @@ def all_methods(
             prepare = functools.partial(_pytorch_budget, backend=backend, value=value)
             methods.append(Method(family, f"activation_memory_budget {value:g}, {said}", prepare, value))
     for budget in budgets:
-        said = "unscheduled (share 1)" if budget == 1.0 else budget if isinstance(budget, str) else f"share {budget:g}"
-        methods.append(Method(OURS, f"lightning_remat, {said}", functools.partial(_ours, budget=budget), budget))
+        said = f"lightning_remat, {budget if isinstance(budget, str) else f'share {budget:g}'}"
+        name = UNSCHEDULED if budget == 1.0 else said
+        methods.append(Method(OURS, name, functools.partial(_ours, budget=budget, time_limit=time_limit), budget))
     return methods
+
+
+def at_bytes(budget_bytes: int, said: str, time_limit: float | None = None) -> Method:
+    """This project with a budget of bytes, which ``said`` names."""
+    prepare = functools.partial(_ours, budget=budget_bytes, time_limit=time_limit)
+    return Method(OURS, f"lightning_remat, at {said}", prepare, budget_bytes)
 
 
 def _eager(module: nn.Module, _blocks: Sequence[str]) -> Call:
@@ -75,8 +86,9 @@ def _checkpointed(module: nn.Module, blocks: Sequence[str]) -> Call:
     return module
 
 
-def _ours(module: nn.Module, _blocks: Sequence[str], budget: float | str) -> Rematerialized:
-    return rematerialize(module, budget=budget)
+def _ours(module: nn.Module, _blocks: Sequence[str], budget: float | str, time_limit: float | None) -> Rematerialized:
+    options: dict[str, Any] = {} if time_limit is None else {"time_limit": time_limit}
+    return rematerialize(module, budget=budget, **options)
 
 
 # -- PyTorch's own budget ---------------------------------------------------------------------------------------------
@@ -132,7 +144,7 @@ def _aten() -> Backend:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)  # type: ignore[no-any-return]
+    return aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=min_cut_rematerialization_partition)
 
 
 def _inductor() -> Backend:

@@ -7,7 +7,7 @@ people train on one large GPU, in bfloat16) and ``"tiny"`` (for tests). Weights 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -94,6 +94,41 @@ class NextToken(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
+class MaskedTokens(nn.Module):
+    """A masked language model, called with token indices and targets, both (batch, time); returns the cross entropy."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = self.model(tokens).logits
+        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+class TokensToTokens(nn.Module):
+    """An encoder and decoder, called with source and target tokens, both (batch, time); returns the cross entropy."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        logits = self.model(input_ids=source, decoder_input_ids=target, use_cache=False).logits[:, :-1]
+        return functional.cross_entropy(logits.flatten(0, 1).float(), target[:, 1:].flatten())
+
+
+class Classification(nn.Module):
+    """A classifier of images of shape (batch, channels, height, width), and labels (batch); returns the cross entropy."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.model(images).logits.float(), labels)
+
+
 class SequenceToSequence(nn.Module):
     """`nn.Transformer` with tensors of shape (batch, time, width); returns the mean square of output less target."""
 
@@ -149,6 +184,88 @@ def _transformer(*, layers: int, width: int, heads: int, feed_forward: int, leng
     return description, SequenceToSequence(model), tensors, ("TransformerEncoderLayer", "TransformerDecoderLayer")
 
 
+def _bert(*, layers: int, width: int, heads: int, vocabulary: int, length: int, batch: int) -> _Made:
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        num_hidden_layers=layers,
+        hidden_size=width,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        vocab_size=vocabulary,
+        max_position_embeddings=length,
+        hidden_dropout_prob=0.1,
+        attention_probs_dropout_prob=0.1,
+    )
+    tokens, targets = torch.randint(0, vocabulary, (2, batch, length))
+    description = (
+        f"BERT: {layers} layers, width {width}, {heads} heads, {batch} x {length} tokens of {vocabulary}, dropout 0.1"
+    )
+    return description, MaskedTokens(BertForMaskedLM(config)), (tokens, targets), ("BertLayer",)
+
+
+def _t5(*, layers: int, width: int, heads: int, vocabulary: int, length: int, batch: int) -> _Made:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        num_layers=layers,
+        d_model=width,
+        num_heads=heads,
+        d_kv=width // heads,
+        d_ff=4 * width,
+        vocab_size=vocabulary,
+        dropout_rate=0.1,
+        use_cache=False,
+    )
+    source, target = torch.randint(0, vocabulary, (2, batch, length))
+    layout = f"{layers}+{layers} layers, width {width}, {heads} heads"
+    description = f"T5: {layout}, {batch} x {length} tokens of {vocabulary}, dropout 0.1"
+    return description, TokensToTokens(T5ForConditionalGeneration(config)), (source, target), ("T5Block",)
+
+
+def _vit(*, layers: int, width: int, heads: int, patch: int, side: int, batch: int) -> _Made:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        num_hidden_layers=layers,
+        hidden_size=width,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        patch_size=patch,
+        image_size=side,
+        hidden_dropout_prob=0.1,
+        attention_probs_dropout_prob=0.1,
+    )
+    config.num_labels = _LABELS
+    description = f"ViT: {layers} layers, width {width}, {heads} heads, {batch} x {side}² images, dropout 0.1"
+    return description, Classification(ViTForImageClassification(config)), _images(batch, side), ("ViTLayer",)
+
+
+def _swin(*, depths: Sequence[int], width: int, heads: Sequence[int], window: int, side: int, batch: int) -> _Made:
+    from transformers import SwinConfig, SwinForImageClassification
+
+    config = SwinConfig(
+        depths=list(depths),
+        embed_dim=width,
+        num_heads=list(heads),
+        window_size=window,
+        image_size=side,
+        drop_path_rate=0.1,
+    )
+    config.num_labels = _LABELS
+    layout = f"{'+'.join(map(str, depths))} layers, width {width}, windows of {window}²"
+    description = f"Swin: {layout}, {batch} x {side}² images, stochastic depth 0.1"
+    return description, Classification(SwinForImageClassification(config)), _images(batch, side), ("SwinLayer",)
+
+
+def _images(batch: int, side: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images and their labels."""
+    return torch.randn(batch, 3, side, side), torch.randint(0, _LABELS, (batch,))
+
+
+_LABELS = 100
+
+
 # pytorchcv's networks are imported from their own modules: its `model_provider` wants torchvision.
 
 
@@ -162,6 +279,22 @@ def _resnet18(*, batch: int, side: int) -> _Made:
         (torch.randn(batch, 3, side, side),),
         ("ResInitBlock", "ResUnit"),
     )
+
+
+def _resnet50(*, batch: int, side: int) -> _Made:
+    from pytorchcv.models.resnet import resnet50
+
+    model = MeanSquare(resnet50(in_size=(side, side)))
+    blocks = ("ResInitBlock", "ResUnit")
+    return f"ResNet-50: {batch} x {side}² images", model, (torch.randn(batch, 3, side, side),), blocks
+
+
+def _densenet121(*, batch: int, side: int) -> _Made:
+    from pytorchcv.models.densenet import densenet121
+
+    model = MeanSquare(densenet121(in_size=(side, side)))
+    blocks = ("PreResInitBlock", "DenseUnit", "TransitionBlock")
+    return f"DenseNet-121: {batch} x {side}² images", model, (torch.randn(batch, 3, side, side),), blocks
 
 
 def _unet(*, batch: int, side: int) -> _Made:
@@ -200,6 +333,61 @@ _FACTORIES: Mapping[str, tuple[Callable[..., _Made], Mapping[str, dict[str, Any]
             "gpu": {"layers": 6, "width": 1024, "heads": 16, "feed_forward": 4096, "length": 512, "batch": 16},
             "tiny": {"layers": 1, "width": 16, "heads": 2, "feed_forward": 32, "length": 8, "batch": 4},
         },
+    ),
+    "transformer-6+6": (
+        _transformer,
+        {
+            "cpu": {"layers": 6, "width": 256, "heads": 8, "feed_forward": 1024, "length": 128, "batch": 8},
+            "gpu": {"layers": 6, "width": 1024, "heads": 16, "feed_forward": 4096, "length": 512, "batch": 16},
+            "tiny": {"layers": 2, "width": 16, "heads": 2, "feed_forward": 32, "length": 8, "batch": 4},
+        },
+    ),
+    "bert": (
+        _bert,
+        {
+            "cpu": {"layers": 6, "width": 256, "heads": 8, "vocabulary": 4000, "length": 256, "batch": 4},
+            "gpu": {"layers": 12, "width": 768, "heads": 12, "vocabulary": 30522, "length": 512, "batch": 32},
+            "tiny": {"layers": 2, "width": 32, "heads": 2, "vocabulary": 64, "length": 16, "batch": 4},
+        },
+    ),
+    "t5": (
+        _t5,
+        {
+            "cpu": {"layers": 3, "width": 256, "heads": 8, "vocabulary": 4000, "length": 192, "batch": 4},
+            "gpu": {"layers": 12, "width": 768, "heads": 12, "vocabulary": 32128, "length": 512, "batch": 16},
+            "tiny": {"layers": 1, "width": 32, "heads": 2, "vocabulary": 64, "length": 16, "batch": 4},
+        },
+    ),
+    "vit": (
+        _vit,
+        {
+            "cpu": {"layers": 6, "width": 256, "heads": 8, "patch": 16, "side": 224, "batch": 6},
+            "gpu": {"layers": 12, "width": 768, "heads": 12, "patch": 16, "side": 224, "batch": 128},
+            "tiny": {"layers": 2, "width": 32, "heads": 2, "patch": 8, "side": 32, "batch": 2},
+        },
+    ),
+    "swin": (
+        _swin,
+        {
+            "cpu": {"depths": (2, 2, 6, 2), "width": 48, "heads": (2, 4, 8, 16), "window": 7, "side": 224, "batch": 4},
+            "gpu": {
+                "depths": (2, 2, 6, 2),
+                "width": 96,
+                "heads": (3, 6, 12, 24),
+                "window": 7,
+                "side": 224,
+                "batch": 64,
+            },
+            "tiny": {"depths": (2, 2), "width": 16, "heads": (2, 4), "window": 4, "side": 64, "batch": 2},
+        },
+    ),
+    "resnet50": (
+        _resnet50,
+        {"cpu": {"batch": 3, "side": 224}, "gpu": {"batch": 256, "side": 224}, "tiny": {"batch": 1, "side": 224}},
+    ),
+    "densenet121": (
+        _densenet121,
+        {"cpu": {"batch": 2, "side": 224}, "gpu": {"batch": 128, "side": 224}, "tiny": {"batch": 1, "side": 224}},
     ),
     "resnet18": (
         _resnet18,

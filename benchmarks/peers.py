@@ -5,6 +5,7 @@
 Each network runs in a process of its own. In it every method gets its own copy of the network, the same batch and the same
 seeds; two steps are compared with eager's bit by bit, the allocator's peak is taken over a third, and then the methods take
 turns, one step each, for ``--steps`` rounds after three to warm up: what disturbs the machine disturbs all alike.
+By default this project runs at the peaks that its peers were measured to reach; what holds is told in a second table.
 
 A step is what Lightning does: forward, ``zero_grad``, backward. The old gradients live through the forward.
 """
@@ -16,6 +17,7 @@ import contextlib
 import copy
 import dataclasses
 import datetime
+import functools
 import gc
 import importlib.metadata
 import json
@@ -38,15 +40,19 @@ from rich.console import Console
 from torch import nn
 
 from benchmarks import networks
-from benchmarks.methods import MEMORY_BUDGETS, Call, Method, all_methods
-from benchmarks.present import EAGER, Row, picture, rows_table
+from benchmarks.methods import MEMORY_BUDGETS, Call, Method, all_methods, at_bytes
+from benchmarks.peers_verdict import Verdict, judge, to_match, unavoidable
+from benchmarks.present import EAGER, OURS, Row, picture, rows_table, verdict_table
 from lightning_remat import InfeasibleBudgetError, Rematerialized
 from lightning_remat.measure import held_bytes, peak_memory
 from lightning_remat.report import format_bytes
+from lightning_remat.schedule import simulate
 
-FORMAT, FORMAT_VERSION = "lightning_remat.peers", 1
+FORMAT, FORMAT_VERSION = "lightning_remat.peers", 2
 WARM_UP = 3
-BUDGETS: tuple[float | str, ...] = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, "min")
+AT_PEERS = "peers"
+"""Stands among the budgets for the peaks that the peers reach."""
+BUDGETS: tuple[float | str, ...] = (1.0, AT_PEERS, "min")
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
@@ -110,50 +116,75 @@ def compare(
     methods: Sequence[Method],
     steps: int,
     say: Callable[[str], None] = lambda _text: None,
+    at_peers: Callable[[int, str], Method] | None = None,
 ) -> list[Row]:
     """Run every method on a network.
 
     Args:
         workload: the network; it is copied and left as it is.
-        methods: one row each, in this order.
+        methods: one row each, peers first.
         steps: timed steps of each.
         say: told in words what is being done.
+        at_peers: makes a method of a peer's peak and of the words for it, to run there; see `benchmarks.peers_verdict`.
 
     Returns:
         A row for each method; one that fails has the reason in it.
     """
     say("eager, as the reference")
     reference = _runner(Method(EAGER, "reference", lambda module, _blocks: module), workload).facts()
-    runners, rows = [], []
-    for method in methods:
-        say(method.name)
-        runner = _runner(method, workload)
-        rows.append(runner.row)
-        with _failing_into(runner):
-            _compare_facts(runner.row, runner.facts(), reference)
-            _measure_peak(runner)
-        if isinstance(runner.call, Rematerialized):
-            _read_plan(runner.row, runner.call)
-        if runner.row.status == "ok":
-            runners.append(runner)
-        else:
-            say(f"{method.name}: {runner.row.note}")
-            runner.module.zero_grad(set_to_none=True)
-    say(f"timing {len(runners)} methods, {WARM_UP} rounds to warm up and {steps} more")
-    for number in range(WARM_UP + steps):
+    runners = [_measured(method, workload, reference, say) for method in methods if method.family != OURS]
+    if at_peers:
+        _take_turns(runners, WARM_UP)
         for runner in runners:
+            runner.row.seconds = min(runner.times, default=None)
+        for group in to_match([runner.row for runner in runners]):
+            smallest = group[0]
+            assert smallest.total_peak_bytes and smallest.peak_bytes
+            method = at_peers(smallest.total_peak_bytes, format_bytes(smallest.peak_bytes))
+            runners.append(_measured(method, workload, reference, say))
+            runners[-1].row.opponents = [row.method for row in group]
+    runners += [_measured(method, workload, reference, say) for method in methods if method.family == OURS]
+    running = sum(runner.row.status == "ok" for runner in runners)
+    say(f"timing {running} methods, {WARM_UP} rounds to warm up and {steps} more")
+    _take_turns(runners, WARM_UP)
+    _take_turns(runners, steps)
+    for runner in runners:
+        if runner.row.status == "ok":
+            runner.row.round_seconds = runner.times
+            runner.row.seconds = statistics.median(runner.times)
+            runner.row.seconds_least, runner.row.seconds_most = min(runner.times), max(runner.times)
+        else:
+            runner.row.seconds = None
+    return [runner.row for runner in runners]
+
+
+def _measured(method: Method, workload: networks.Workload, reference: Facts, say: Callable[[str], None]) -> Runner:
+    """A method at work, its results compared and its peak taken."""
+    say(method.name)
+    runner = _runner(method, workload)
+    with _failing_into(runner):
+        _compare_facts(runner.row, runner.facts(), reference)
+        _measure_peak(runner)
+    if isinstance(runner.call, Rematerialized):
+        _read_plan(runner.row, runner.call)
+    if runner.row.status != "ok":
+        say(f"{method.name}: {runner.row.note}")
+        runner.module.zero_grad(set_to_none=True)
+    return runner
+
+
+def _take_turns(runners: Sequence[Runner], rounds: int) -> None:
+    """One timed step of each, ``rounds`` times, every other time in the reverse order."""
+    for runner in runners:
+        runner.times = []
+    for number in range(rounds):
+        for runner in runners if number % 2 == 0 else reversed(runners):
             if runner.row.status == "ok":
                 graphs = _graphs_captured()
                 with _failing_into(runner):
                     runner.times.append(runner.timed_step(seed=3 + number))
                 if _graphs_captured() != graphs:
                     runner.row.note = "captured again while it was timed"
-    for runner in runners:
-        times = runner.times[WARM_UP:]
-        if times and runner.row.status == "ok":
-            runner.row.seconds = statistics.median(times)
-            runner.row.seconds_least, runner.row.seconds_most = min(times), max(times)
-    return rows
 
 
 def _runner(method: Method, workload: networks.Workload) -> Runner:
@@ -227,6 +258,11 @@ def _read_plan(row: Row, step: Rematerialized) -> None:
     row.planning_seconds = plan.cost_seconds + plan.solve_seconds
     if row.total_peak_bytes:
         row.prediction_error = plan.predicted_peak_bytes / row.total_peak_bytes - 1
+    if len(step.plans) == 1:
+        timeline = simulate(plan.graph, plan.schedule)
+        row.peak_op = timeline.peak_op + (f" in {timeline.peak_module}" if timeline.peak_module else "")
+        largest = unavoidable(plan.graph)
+        row.unavoidable_bytes, row.unavoidable_op = largest.nbytes, largest.op
 
 
 def _graphs_captured() -> int:
@@ -266,6 +302,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = [Row.from_dict(row) for row in result["rows"]]
         if rows:
             console.print(rows_table(f"{result['description']} on {options.device}", rows))
+        if result.get("verdict"):
+            console.print(verdict_table("What holds", Verdict.from_dict(result["verdict"])))
         if "error" in result:
             console.print(f"{name}: {result['error']}", style="red", markup=False)
         _write(out, found, options)  # after each network: a long run that is ended early leaves what it has
@@ -285,6 +323,7 @@ def _write(out: Path, found: list[dict[str, Any]], options: argparse.Namespace) 
             "size": options.size,
             "device": options.device,
             "steps": options.steps,
+            "time_limit": options.time_limit,
             "warm_up": WARM_UP,
             "deterministic": options.deterministic,
         },
@@ -306,11 +345,12 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--no-inductor", dest="inductor", action="store_false", help="leave Inductor out (it needs a C++ compiler)"
     )
     parser.add_argument(
-        "--budgets", nargs="+", type=_budget, default=BUDGETS, help="this project's: shares, sizes or min"
+        "--budgets", nargs="+", type=_budget, default=BUDGETS, help="this project's: shares, sizes, min or peers"
     )
     parser.add_argument(
         "--memory-budgets", nargs="*", type=float, default=MEMORY_BUDGETS, help="PyTorch's: activation_memory_budget"
     )
+    parser.add_argument("--time-limit", type=float, help="seconds of this project's planner; default: its own")
     parser.add_argument("--out", type=Path, help="the JSON file; the picture goes beside it")
     parser.add_argument(
         "--deterministic",
@@ -342,6 +382,7 @@ def _in_own_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
         command += ["--deterministic" if options.deterministic else "--no-deterministic"]
         command += [] if options.inductor else ["--no-inductor"]
         command += ["--budgets", *map(str, options.budgets), "--memory-budgets", *map(str, options.memory_budgets)]
+        command += [] if options.time_limit is None else ["--time-limit", str(options.time_limit)]
         # Costs measured from scratch: the planning seconds of the first budget are those of a first run.
         environment = {**os.environ, "LIGHTNING_REMAT_CACHE": str(Path(folder) / "costs")}
         if options.deterministic:
@@ -364,13 +405,17 @@ def _work(options: argparse.Namespace) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     (name,) = options.network
     workload = networks.build(name, options.size, options.device)
+    budgets = [one for one in options.budgets if one != AT_PEERS]
     rows = compare(
         workload,
-        all_methods(options.budgets, options.inductor, options.memory_budgets),
+        all_methods(budgets, options.inductor, options.memory_budgets, options.time_limit),
         options.steps,
         say=lambda text: print(f"{name}: {text}", file=sys.stderr, flush=True),
+        at_peers=functools.partial(at_bytes, time_limit=options.time_limit) if AT_PEERS in options.budgets else None,
     )
     result = {"name": name, "description": workload.description, "rows": [row.to_dict() for row in rows]}
+    if AT_PEERS in options.budgets:
+        result["verdict"] = judge(rows).to_dict()
     options.worker.write_text(json.dumps(_plain(result), allow_nan=False), encoding="utf-8")
 
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
 from lightning_remat.report import format_bytes, format_seconds
 
+if TYPE_CHECKING:
+    from benchmarks.peers_verdict import Verdict
+
 EAGER, CHECKPOINT, ATEN, INDUCTOR, OURS = "eager", "checkpoint", "pytorch-budget", "pytorch-budget-inductor", "remat"
 """Families of methods: those of one family are one line in the picture."""
 
+UNSCHEDULED = "lightning_remat, unscheduled (share 1)"
+"""The name of this project's row without rematerialization."""
 
 OTHER_LOSS, WRONG = 1e-3, 1e-2
 """A loss further from eager's than the first is of other random numbers; gradients further than the second are wrong."""
@@ -40,6 +45,10 @@ class Row:
         solver: which one made the plan, and how it ended.
         planning_seconds: measuring operations and solving, without the capture.
         first_step_seconds: wall time of the first step: capture, compilation and planning included.
+        round_seconds: of the step in each timed round: what is in one round was timed side by side.
+        opponents: the peers whose measured peak is this row's budget.
+        peak_op: during which the peak is predicted.
+        unavoidable_bytes, unavoidable_op: see `benchmarks.peers_verdict.unavoidable`.
     """
 
     method: str
@@ -64,6 +73,11 @@ class Row:
     solver: str | None = None
     planning_seconds: float | None = None
     first_step_seconds: float | None = None
+    round_seconds: list[float] = dataclasses.field(default_factory=list)
+    opponents: list[str] = dataclasses.field(default_factory=list)
+    peak_op: str | None = None
+    unavoidable_bytes: int | None = None
+    unavoidable_op: str | None = None
 
     @property
     def bitwise(self) -> bool | None:
@@ -131,6 +145,52 @@ def rows_table(title: str, rows: Sequence[Row]) -> Table:
             Text("; ".join(part for part in (_trouble(row), row.note) if part)),
         )
     return table
+
+
+def verdict_table(title: str, verdict: Verdict) -> Table:
+    """What holds on one network: its points, and below them what is said of the network as a whole."""
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    table.add_column("a peer's point", no_wrap=True)
+    for name in ("peak", "ours", "predicted", "time of peer's", "(middle half)"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("bits", no_wrap=True)
+    table.add_column("holds")
+    for point in verdict.points:
+        dominated = f"need not: dominated by {point.dominated_by}" if point.dominated_by else ""
+        table.add_row(
+            point.peer,
+            format_bytes(point.peak_bytes),
+            _maybe(point.ours_peak_bytes, format_bytes),
+            _maybe(point.prediction_error, lambda error: f"{100 * error:+.2f}%"),
+            _maybe(point.ratio, lambda ratio: f"{ratio:.3f}"),
+            f"{point.ratio_low:.3f} to {point.ratio_high:.3f}" if point.ratio_low and point.ratio_high else "",
+            _maybe(point.bitwise, lambda same: "equal" if same else "differ"),
+            Text(f"NO: {', '.join(point.troubles)}" if point.troubles else dominated or "yes"),
+        )
+    table.caption = Text("\n".join(_sentences(verdict)))
+    return table
+
+
+def _sentences(verdict: Verdict) -> list[str]:
+    """What is said of a network as a whole."""
+    said = []
+    if verdict.smallest_bytes and verdict.smallest_peer_bytes:
+        share = verdict.smallest_bytes / verdict.smallest_peer_bytes
+        text = (
+            f"smallest peak: {format_bytes(verdict.smallest_bytes)} ({verdict.smallest_op}), {share:.2f} of the peers' "
+            f"({format_bytes(verdict.smallest_peer_bytes)}, {verdict.smallest_peer})"
+        )
+        if verdict.unavoidable_bytes:
+            text += (
+                f"; {verdict.smallest_bytes / verdict.unavoidable_bytes:.2f} of the largest unavoidable working set "
+                f"({format_bytes(verdict.unavoidable_bytes)}, {verdict.unavoidable_op})"
+            )
+        said.append(text)
+    if verdict.unscheduled_bytes and verdict.eager_bytes:
+        share = verdict.unscheduled_bytes / verdict.eager_bytes
+        said.append(f"unscheduled: {format_bytes(verdict.unscheduled_bytes)}, {share:.2f} of eager's")
+    said += [f"DOES NOT HOLD: {trouble}" for trouble in verdict.troubles]
+    return [*said, "all of it holds"] if verdict.holds else said
 
 
 def _maybe(value: Any, form: Any) -> str:

@@ -87,3 +87,10 @@ def test_what_is_held_is_what_the_program_holds() -> None:
 def test_a_budget_that_not_even_the_outputs_fit_has_no_bound_and_no_schedule() -> None:
     assert bound(Problem(chain(4)), 0) is None
     assert solve(chain(4), 1, "crossing").status is Status.INFEASIBLE
+
+
+def test_an_amount_that_was_just_solved_is_not_solved_again() -> None:
+    with contextlib.closing(CrossingProgram(Problem(chain(8)))) as program:
+        first, kept = program.solve(5), program.kept()
+        program.bound = lambda *_: pytest.fail("solved again")
+        assert program.solve(5) == first and program.kept() == kept

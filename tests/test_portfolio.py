@@ -69,6 +69,16 @@ def test_auto_says_what_happened() -> None:
     assert any(note.startswith("chose ") for note in solution.notes)
 
 
+def test_auto_improves_several_schedules_and_the_best_of_them_again() -> None:
+    graph = unit_chain(48)
+    best = solve(graph, 14, "auto", 20.0, seconds=2.0)
+    others = [solve(graph, 14, method, 20.0) for method in ("crossing", "rotor", "descent")]
+    assert best.seconds <= min(other.seconds for other in others)
+    improved = [note.split()[1] for note in best.notes if note.startswith("improved ")]
+    assert len(set(improved)) > 1
+    assert max(improved.count(method) for method in improved) > 1
+
+
 def test_auto_falls_back_to_treewidth_where_the_others_find_nothing() -> None:
     solution = solve(unit_chain(40), 5, "auto", 30.0)
     if solution.schedule is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 
 from hypothesis import given
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_remat.schedule import verify
 from lightning_remat.solvers import Problem
-from lightning_remat.solvers._prune import _Lives, drop_unused, keep_longer, required
+from lightning_remat.solvers._prune import drop_unused, keep_longer, required
 from lightning_remat.solvers._rollout import rollout
 from tests.helpers.graphs import random_graph, unit_chain
 from tests.test_schedule import recomputing_sequence
@@ -29,24 +28,6 @@ def test_shorter_sequences_stay_correct_and_within_the_same_peak(seed: int, sequ
     assert len(kept.nodes) <= len(dropped.nodes) <= len(sequence.nodes)
     assert set(required(problem)) <= set(kept.nodes)
     assert drop_unused(problem, dropped) == dropped
-
-
-@given(st.integers(0, 10_000), st.integers(0, 10_000), st.booleans())
-def test_memory_is_tracked_while_evaluations_are_taken_out(seed: int, sequence_seed: int, overwriting: bool) -> None:
-    """Exactly, or from above where results may take their inputs' memory: new chances for that are not looked for."""
-    problem = Problem(random_graph(seed, 7, 7, overwriting=overwriting))
-    sequence = recomputing_sequence(problem, sequence_seed)
-    budget = problem.evaluate(sequence).peak_bytes + sequence_seed % 6
-    lives = _Lives(problem, sequence)
-    repeats = [(node, position) for node, at in enumerate(lives.runs) for position in at[1:]]
-    random.Random(seed).shuffle(repeats)
-    for node, position in repeats:
-        if not lives.is_gone(position):
-            lives.take_out(node, position, budget)
-            tracked = [m for i, m in enumerate(lives.memory) if not lives.is_gone(i)]
-            memory = problem.memory(lives.sequence())
-            assert memory == tracked or (overwriting and all(m <= t for m, t in zip(memory, tracked, strict=True)))
-    assert problem.evaluate(lives.sequence()).peak_bytes <= budget
 
 
 def test_with_room_for_everything_nothing_is_repeated() -> None:

@@ -18,6 +18,7 @@ from lightning_remat.solvers import (  # registers the methods
     _lp_rounding,
     _milp,
     _moccasin,
+    _moments,
     _no_remat,
     _pathwidth,
     _rk_checkmate,

@@ -34,6 +34,9 @@ OPEN_GAP = 0.005
 CLOSED_GAP = 0.001
 """Gap up to which nothing is improved any more: costs are not known as well as that."""
 
+HOPELESS = 1.25
+"""Times the cheapest schedule from which another is not improved."""
+
 HIREMATE_UP_TO = 1500
 """Nodes up to which it is asked."""
 
@@ -55,7 +58,7 @@ def auto(
     seconds: float | None = None,
     exact_up_to: int = EXACT_UP_TO,
     exact_seconds: float = 5.0,
-    improvements: int = 2,
+    improvements: int = 4,
 ) -> Answer:
     """Try what suits the size of the problem, improve what is cheapest, and keep the best.
 
@@ -66,7 +69,7 @@ def auto(
         seconds: how long to search; ``None`` for what usually pays (`usual_seconds`). "hiremate" gets as much again.
         exact_up_to: nodes up to which Checkmate's program is solved whole, and all quick methods are tried.
         exact_seconds: the most that Checkmate's program may take here; method ``"milp"`` takes the whole time limit.
-        improvements: how many of the cheapest schedules are improved.
+        improvements: how many of the cheapest schedules are improved, half as many again each time.
     """
     started = time.monotonic()
     span = usual_seconds(problem) if seconds is None else seconds
@@ -112,14 +115,23 @@ def auto(
         for method in OTHERWISE:
             if not found and time.monotonic() < deadline:
                 attempt(method, 0.5 * (deadline + time.monotonic()))
-        found.sort(key=lambda one: one[0])
-        for cost, sequence, method in found[:improvements]:
-            left = until - time.monotonic()
-            if left > 0 and found[0][0] > (1 + CLOSED_GAP) * proven(found[0][0])[0]:
-                better, attempts = improve(problem, sequence, budget_bytes, time.monotonic() + left / improvements)
+        distinct = {sequence.nodes: (cost, sequence, method) for cost, sequence, method in reversed(found)}
+        best = sorted(distinct.values(), key=lambda one: one[0])[:improvements]
+        best = [one for one in best if one[0] <= HOPELESS * best[0][0]]
+        rounds = len(best).bit_length()
+        # Successive halving: as much time for each round, and in it for each schedule.
+        for number in range(rounds):
+            for index, (cost, sequence, method) in enumerate(best):
+                left, least = until - time.monotonic(), min([one[0] for one in best])
+                if left <= 0 or least <= (1 + CLOSED_GAP) * proven(least)[0]:
+                    break
+                stop = time.monotonic() + left / ((rounds - number) * len(best) - index)
+                better, attempts = improve(problem, sequence, budget_bytes, stop, seed=number)
                 now = problem.evaluate(better).seconds
                 notes.append(f"improved {method} from {cost:.6g} to {now:.6g} s a step in {attempts} attempts")
-                found.append((now, better, method))
+                best[index] = (now, better, method)
+            best = sorted(best, key=lambda one: one[0])[: max(1, len(best) // 2)]
+            found += best
     if not found:
         late = time.monotonic() >= deadline
         bound, scope = proven(math.inf)

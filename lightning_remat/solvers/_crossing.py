@@ -20,132 +20,62 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
-
-import mip
+from collections.abc import Iterable, Iterator
 
 from lightning_remat.solvers._blocks import finish
+from lightning_remat.solvers._moments_program import MomentsProgram
 from lightning_remat.solvers._problem import NodeSequence, PlainProblem, Problem
-from lightning_remat.solvers._prune import drop_unused, once, required
+from lightning_remat.solvers._prune import drop_unused, once
 from lightning_remat.solvers._registry import Answer, register
 from lightning_remat.solvers._rollout import rollout
 from lightning_remat.solvers._solution import Status
 
 BACKWARD_AFTER_FORWARD = "any schedule that runs the backward after the forward, in any order"
 
-TOLERANCE = 1e-6
-"""Share of the step's time that a linear program's value may be too high by: CBC's own tolerance, for nodes of mean cost."""
-
 LONGEST = 4
 """Evaluations a node after which a schedule is not looked at."""
 
 
-class CrossingProgram:
+class CrossingProgram(MomentsProgram):
     """The program of the module's docstring, for any number of bytes.
 
     Args:
         problem: the problem.
         solver: python-mip's name of the solver.
+
+    Attributes:
+        all_bytes: of what the forward computes.
     """
 
     def __init__(self, problem: PlainProblem, solver: str = "CBC") -> None:
-        self.problem = problem
-        self.model = mip.Model(sense=mip.MINIMIZE, solver_name=solver)
-        self.model.verbose = 0
-        nodes = required(problem)
-        self.once_seconds = sum([problem.seconds[node] for node in nodes])
-        # Both units are means: the solver's tolerances are absolute, and shares of a whole of thousands would be lost in them.
-        self._unit = self.once_seconds / max(1, len(nodes)) or 1.0
-        early = _needed_at_the_boundary(problem)
-        self._forward: dict[int, mip.Var | float] = {}
-        self._backward: dict[int, mip.Var | float] = {}
-        for node in nodes:
-            if node >= problem.boundary:
-                self._backward[node] = 1.0
-                continue
-            cost = problem.seconds[node] / self._unit
-            given = node in early or problem.random[node] or not problem.recomputable[node]
-            self._forward[node] = 1.0 if given else self.model.add_var(f"f_{node}", lb=0.0, ub=1.0, obj=cost)
-            if problem.recomputable[node]:
-                self._backward[node] = self.model.add_var(f"b_{node}", lb=0.0, ub=1.0, obj=cost)
-        self._given_seconds = sum(
-            [
-                problem.seconds[node]
-                for side in (self._forward, self._backward)
-                for node, runs in side.items()
-                if not isinstance(runs, mip.Var)
-            ]
-        )
-        self.held: dict[int, mip.Var] = {}
-        outputs = frozenset(problem.forward_outputs)
-        for node in self._forward:
-            for v in problem.writes[node]:
-                self.held[v] = self.model.add_var(f"k_{v}", lb=1.0 if v in outputs else 0.0, ub=1.0)
-                self._require(self._forward[node] - self.held[v])
-        for node, runs in self._forward.items():
-            self._require(runs + self._backward.get(node, 0.0) - 1.0)
-            for v in problem.reads[node]:
-                if problem.producer[v] >= 0:
-                    self._require(self._forward[problem.producer[v]] - runs)
-        for node, runs in self._backward.items():
-            for v in problem.reads[node]:
-                made = problem.producer[v]
-                if 0 <= made < problem.boundary:
-                    self._require(self.held[v] + self._backward.get(made, 0.0) - runs)
-        self.all_bytes = float(sum([problem.nbytes[v] for v in self.held])) or 1.0
-        self._unit_bytes = self.all_bytes / max(1, len(self.held))
-        if not self.held:
-            return  # nothing to decide: CBC aborts on a program without variables
-        self._limit = self.model.add_constr(
-            mip.xsum(problem.nbytes[v] / self._unit_bytes * held for v, held in self.held.items())
-            <= self.all_bytes / self._unit_bytes
-        )
-        # CBC prints its first linear program whatever the verbosity, but none after a solve with integers.
-        self.model.add_var("integer", var_type=mip.BINARY)
-        self.model.optimize(max_seconds=1e-6)
-
-    def _require(self, expression: mip.LinExpr | float) -> None:
-        """The expression is not negative."""
-        if isinstance(expression, (mip.LinExpr, mip.Var)):
-            self.model.add_constr(expression >= 0)
+        super().__init__(problem, (), solver)
+        forward = [node for node in self.nodes if node < problem.boundary]
+        self.all_bytes = float(sum([problem.nbytes[v] for node in forward for v in problem.writes[node]])) or 1.0
+        self._solved: tuple[float, float] | None = None
 
     def room(self, budget_bytes: int) -> int:
         """Bytes that may be held at the crossing, forward outputs included, within a budget."""
-        tangents = sum([self.problem.nbytes[v] for v in self.problem.tangents])
-        return budget_bytes - self.problem.base_bytes - tangents
+        return budget_bytes - self.fixed_bytes(self.crossing)
 
     def solve(self, held_bytes: float, seconds: float = 60.0) -> float | None:
         """The least time of a step that holds ``held_bytes`` at most; ``None`` where nothing was proven in ``seconds``."""
-        if held_bytes < 0:
-            return None
-        if not self.held:
-            return self.once_seconds
-        self._limit.rhs = min(held_bytes, self.all_bytes) / self._unit_bytes
-        status = self.model.optimize(max_seconds=max(seconds, 1e-3), relax=True)
-        if status is not mip.OptimizationStatus.OPTIMAL:
-            return None
-        value = self._given_seconds + float(self.model.objective_value) * self._unit
-        return value - TOLERANCE * self.once_seconds
+        if self._solved is None or self._solved[0] != held_bytes:
+            value = self.bound(held_bytes + self.fixed_bytes(self.crossing), seconds)
+            self._solved = None if value is None else (held_bytes, value)
+        return None if self._solved is None else self._solved[1]
 
     def kept(self, share: float = 0.5) -> frozenset[int]:
         """Values held by at least ``share`` in the solution at hand."""
-        return frozenset(v for v, held in self.held.items() if float(held.x) >= share - 1e-9)
-
-    def close(self) -> None:
-        """Give the solver's memory back now (see `_stages.Program.close`)."""
-        self.model.solver = None
+        return self.held_at(self.crossing, share)
 
 
-def _needed_at_the_boundary(problem: PlainProblem) -> set[int]:
-    """Nodes that what the forward hands out depends on."""
-    stack = [problem.producer[v] for v in (*problem.forward_outputs, *problem.forward_transient)]
-    found: set[int] = set()
-    while stack:
-        node = stack.pop()
-        if node >= 0 and node not in found:
-            found.add(node)
-            stack.extend(problem.predecessors[node])
-    return found
+def rollouts(problem: PlainProblem, keep: frozenset[int]) -> Iterator[NodeSequence]:
+    """Schedules that keep some values: what is computed again waits for its last reader, or serves one reader only."""
+    forward = frozenset(v for v, made in enumerate(problem.producer) if 0 <= made < problem.boundary)
+    for forget in (frozenset[int](), forward - keep):
+        sequence = rollout(problem, keep, forget)
+        if len(sequence.nodes) <= LONGEST * len(problem):
+            yield drop_unused(problem, sequence)
 
 
 def schedules(
@@ -169,7 +99,6 @@ def schedules(
     Returns:
         Those within the budget, and the smallest peak that was met.
     """
-    forward = frozenset(v for v, made in enumerate(problem.producer) if 0 <= made < problem.boundary)
     found: list[NodeSequence] = []
     smallest = problem.evaluate(problem.captured).peak_bytes
     seen: set[frozenset[int]] = set()
@@ -181,15 +110,12 @@ def schedules(
         if keep in seen:
             continue
         seen.add(keep)
-        for forget in (frozenset[int](), forward - keep):
-            sequence = rollout(problem, keep, forget)
-            if len(sequence.nodes) <= LONGEST * len(problem):
-                sequence = drop_unused(problem, sequence)
-                peak = problem.evaluate(sequence).peak_bytes
-                smallest = min(smallest, peak)
-                if peak <= budget_bytes:
-                    found.append(sequence)
-                    break
+        for sequence in rollouts(problem, keep):
+            peak = problem.evaluate(sequence).peak_bytes
+            smallest = min(smallest, peak)
+            if peak <= budget_bytes:
+                found.append(sequence)
+                break
     return found, smallest
 
 

@@ -15,13 +15,13 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.solvers._blocks import finish
 from lightning_remat.solvers._crossing import CrossingProgram
 from lightning_remat.solvers._greedy import smallest, starts
-from lightning_remat.solvers._neighbourhood import LONGEST, evict, gaps
+from lightning_remat.solvers._neighbourhood import LONGEST
 from lightning_remat.solvers._problem import NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers._prune import drop_unused, once, required
 from lightning_remat.solvers._registry import Answer, register, solution_of
@@ -29,11 +29,89 @@ from lightning_remat.solvers._rollout import rollout
 from lightning_remat.solvers._solution import Solution, Status
 from lightning_remat.solvers._stages import alone_bytes
 
+Gap = tuple[int, int, int]
+"""A value, the position of one use or of its making, and that of the next use."""
+
 SHARES = (0.5, 0.25, 0.125, 0.06, 0.03, 0.0)
 """Of the bytes that the backward can ask back: what is held at the crossing where descents begin."""
 
 SINGLE = 60
 """Values, from the largest on, that are tried alone at one moment."""
+
+
+def gaps(problem: PlainProblem, sequence: NodeSequence) -> list[Gap]:
+    """Where values of the forward are held that could be given up and computed again."""
+    may = [
+        0 <= made < problem.boundary and problem.recomputable[made] and problem.nbytes[v] > 0
+        for v, made in enumerate(problem.producer)
+    ]
+    for v in problem.forward_outputs:
+        may[v] = False
+    last: dict[int, int] = {}
+    found: list[Gap] = []
+    for position, node in enumerate(sequence.nodes):
+        for v in problem.reads[node]:
+            if may[v]:
+                if position > last[v] + 2:
+                    found.append((v, last[v], position))
+                last[v] = position
+        for v in problem.writes[node]:
+            last[v] = position
+    return found
+
+
+def evict(problem: PlainProblem, sequence: NodeSequence, given_up: Iterable[Gap]) -> NodeSequence | None:
+    """The sequence with values given up in some of its `gaps`, and computed again just in time for the next use.
+
+    What is computed again reads what the sequence holds at that moment, and beyond that is computed again itself, for this
+    one use. ``None`` where a value would have to be that may not be.
+    """
+    reads, writes, producer = problem.reads, problem.writes, problem.producer
+    frees = problem.last_uses(sequence)
+    given: dict[int, list[int]] = {}
+    for v, position, _ in given_up:
+        given.setdefault(position, []).append(v)
+    held = bytearray(len(problem.nbytes))
+    for v in problem.tangents:
+        held[v] = 1
+    nodes: list[int] = []
+    boundary = -1
+    for position, node in enumerate(sequence.nodes):
+        if position == sequence.boundary:
+            boundary = len(nodes)
+        again: list[int] = []  # values that are here for this node only
+        stack = [node]
+        while stack:
+            now = stack[-1]
+            missing = [producer[v] for v in reads[now] if not held[v]]
+            if missing:
+                if not all([problem.recomputable[made] for made in missing]):
+                    return None
+                stack.extend(missing)
+                continue
+            stack.pop()
+            if now == node:
+                break
+            if all([held[v] for v in writes[now]]):
+                continue  # two readers asked for it
+            nodes.append(now)
+            for v in writes[now]:
+                held[v] = 1
+                again.append(v)
+        nodes.append(node)
+        if len(nodes) > LONGEST * len(problem):
+            return None
+        wanted = set(reads[node])
+        for v in again:
+            if v not in wanted:
+                held[v] = 0
+        for v in writes[node]:
+            held[v] = 1
+        for v in (*frees[position + 1], *given.get(position, ())):
+            held[v] = 0
+    if boundary < 0:
+        boundary = len(nodes)
+    return drop_unused(problem, NodeSequence(tuple(nodes), boundary))
 
 
 def lower_peak(problem: PlainProblem, sequence: NodeSequence, target_bytes: int, deadline: float) -> NodeSequence:

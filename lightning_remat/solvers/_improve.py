@@ -1,28 +1,30 @@
 """Large neighbourhood search: give up some of what a schedule holds, compute it again, and fill the budget up anew.
 
 A schedule that any method found is a good start and seldom the end: methods decide by blocks, by sets of kept values, or by
-what is held at one moment. Here a few held values are given up between two uses (`evict`), for a random moment or a random
-stretch of the forward, and `keep_longer` spends the room on what is worth most, in one of its ways and in a slightly random
-order. A schedule that is no dearer is gone on from. All of it is judged by the exact peak.
+what is held at one moment. Here some held values are given up between two uses (`Lives.evict`), for a random moment or a random
+stretch of the forward, and `Lives.fill` spends the room on what is worth most, in one of its ways, in a slightly random order,
+and sometimes on everything else first: else most attempts end where they began. A schedule that is no dearer is gone on from.
+All of it is judged by the exact peak.
 """
 
 from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 
-from lightning_remat.solvers._neighbourhood import Gap, evict, gaps
+from lightning_remat.solvers._neighbourhood import Lives, Span
 from lightning_remat.solvers._problem import NodeSequence, PlainProblem
-from lightning_remat.solvers._prune import CHARGES, keep_longer
+from lightning_remat.solvers._prune import CHARGES, drop_unused
 
 WINDOWS = (0.03, 0.08, 0.2)
 """Shares of the forward whose values are given up together."""
 
-PARTS = (0.1, 0.25, 0.5, 1.0)
-"""Shares of the values in question that are given up."""
-
-BIASES = (0.0, 0.0, 0.3, 0.7)
+SPREADS = (0.0, 0.0, 0.3, 0.7)
 """Spreads of the random factors of prices, as powers of two."""
+
+RELUCTANCES = (1.0, 8.0, 1000.0)
+"""Factors of the prices of keeping what was given up."""
 
 
 def improve(
@@ -31,7 +33,7 @@ def improve(
     budget_bytes: int,
     deadline: float,
     *,
-    patience: int = 200,
+    patience: int | None = None,
     seed: int = 0,
 ) -> tuple[NodeSequence, int]:
     """Search around a sequence within the budget.
@@ -41,52 +43,54 @@ def improve(
         sequence: where to begin.
         budget_bytes: the most that may be held at any moment.
         deadline: `time.monotonic` at which to stop.
-        patience: attempts without success after which to stop.
+        patience: attempts without success after which to stop; ``None`` for some hundreds, and some for each node.
         seed: of the random numbers.
 
     Returns:
         The cheapest sequence found, and the number of attempts.
     """
+    most = 200 + 4 * len(problem) if patience is None else patience
     generator = random.Random(seed)
-    charges = tuple(CHARGES)
-    seconds = problem.evaluate(sequence).seconds
-    around = gaps(problem, sequence)
+    charges = tuple(CHARGES.values())
+    lives = Lives(problem, drop_unused(problem, sequence))
+    seconds = lives.seconds
     attempts = failures = 0
-    while around and failures < patience and time.monotonic() < deadline:
+    while lives.movable and failures < most and time.monotonic() < deadline:
         attempts += 1
         failures += 1
-        chosen = _neighbourhood(problem, sequence, around, generator)
-        other = evict(problem, sequence, chosen)
-        if other is None or problem.evaluate(other).peak_bytes > budget_bytes:
-            continue
-        spread = generator.choice(BIASES)
-        other = keep_longer(
-            problem,
-            other,
-            budget_bytes,
-            deadline,
-            generator.choice(charges),
-            (lambda s=spread: 2.0 ** generator.gauss(0.0, s)) if spread else None,  # type: ignore[misc]
-        )
-        cost = problem.evaluate(other).seconds
-        if cost <= seconds * (1 + 1e-12):
-            if cost < seconds * (1 - 1e-9):
-                failures = 0
-            sequence, seconds, around = other, cost, gaps(problem, other)
-    return sequence, attempts
+        spans = _neighbourhood(lives, generator)
+        share = len(problem) * generator.random() ** 3
+        lives.mark()
+        if spans and lives.evict(spans, share) and lives.peak() <= budget_bytes:
+            lives.fill(budget_bytes, deadline, generator.choice(charges), _bias(lives, generator))
+            cost = lives.seconds
+            if cost <= seconds * (1 + 1e-12):
+                if cost < seconds * (1 - 1e-9):
+                    failures = 0
+                    lives = Lives(problem, lives.sequence())  # evenly spaced keys again
+                seconds = cost
+                continue
+        lives.undo()
+    return lives.sequence(), attempts
 
 
-def _neighbourhood(
-    problem: PlainProblem, sequence: NodeSequence, around: list[Gap], generator: random.Random
-) -> list[Gap]:
+def _neighbourhood(lives: Lives, generator: random.Random) -> list[Span]:
     """Some of the values that are held at one moment, or that come from one stretch of the forward."""
+    values = lives.movable
     if generator.random() < 0.5:
-        moment = generator.randrange(len(sequence.nodes))
-        near = [gap for gap in around if gap[1] < moment <= gap[2]]
+        key = generator.choice(lives.keys)
+        near = [span for v in values if (span := lives.span_at(v, key))]
     else:
-        middle = generator.randrange(problem.boundary)
-        width = max(3, int(problem.boundary * generator.choice(WINDOWS)))
-        near = [gap for gap in around if abs(problem.producer[gap[0]] - middle) <= width]
-    if not near:
-        return []
-    return generator.sample(near, max(1, int(len(near) * generator.choice(PARTS))))
+        middle = generator.randrange(len(values))
+        width = max(3, int(len(values) * generator.choice(WINDOWS)))
+        near = [span for v in values[max(0, middle - width) : middle + width + 1] for span in lives.spans(v)]
+    return generator.sample(near, int(len(near) ** generator.random())) if near else []
+
+
+def _bias(lives: Lives, generator: random.Random) -> Callable[[float], float] | None:
+    """Factors of prices: random ones, and larger ones for what was just given up."""
+    spread, reluctance = generator.choice(SPREADS), generator.choice(RELUCTANCES)
+    if not spread and reluctance == 1.0:
+        return None
+    given_up = {key for _, key in lives.added}
+    return lambda key: 2.0 ** generator.gauss(0.0, spread) * (reluctance if key in given_up else 1.0)

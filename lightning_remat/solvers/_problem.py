@@ -192,10 +192,12 @@ class PlainProblem:
         seconds = self.seconds
         return Evaluation(peak, sum([seconds[n] for n in sequence.nodes]), memory.index(peak) if memory else -1)
 
-    def memory(self, sequence: NodeSequence) -> list[int]:
-        """Bytes held while the node at each position runs."""
-        frees = self.last_uses(sequence)
-        taken = self.taken(sequence, frees)
+    def memory(
+        self, sequence: NodeSequence, frees: list[list[int]] | None = None, taken: dict[int, int] | None = None
+    ) -> list[int]:
+        """Bytes held while the node at each position runs; its `last_uses` and what is `taken` may be given."""
+        frees = self.last_uses(sequence) if frees is None else frees
+        taken = self.taken(sequence, frees) if taken is None else taken
         nbytes, writes, workspace = self.nbytes, self.writes, self.workspace
         held = self.base_bytes + self.forward_extra_bytes
         profile: list[int] = []

@@ -1,0 +1,221 @@
+"""The bound by what is held at several moments, and the schedules from it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_remat.solvers import Problem, Status, solve
+from lightning_remat.solvers._crossing import BACKWARD_AFTER_FORWARD, CrossingProgram
+from lightning_remat.solvers._moments import bound, choose, likely
+from lightning_remat.solvers._moments_program import MomentsProgram, is_chain, needed_at_the_boundary
+from lightning_remat.solvers._problem import NodeSequence, PlainProblem
+from lightning_remat.solvers._prune import drop_unused, once, required
+from tests.helpers.brute_force import cheapest_of_any_order
+from tests.helpers.graphs import random_graph, unit_chain
+
+
+def proven(problem: PlainProblem, budget_bytes: int, moments: list[int], whole: bool = False) -> float | None:
+    with contextlib.closing(MomentsProgram(problem, moments)) as program:
+        return program.bound(budget_bytes, whole=whole)
+
+
+def any_chain(problem: PlainProblem, seed: int) -> list[int]:
+    """Some nodes that may serve as moments together."""
+    rng = random.Random(seed)
+    early = needed_at_the_boundary(problem)
+    nodes = [node for node in required(problem) if node >= problem.boundary or node in early]
+    rng.shuffle(nodes)
+    chosen: list[int] = []
+    for node in nodes[: rng.randint(1, 6)]:
+        together = sorted([*chosen, node])
+        chosen = together if is_chain(problem, together) else chosen
+    return chosen
+
+
+@given(st.integers(0, 10_000), st.integers(0, 10), st.booleans())
+@settings(max_examples=60)
+def test_no_schedule_in_any_order_is_cheaper_whatever_the_moments(seed: int, choice: int, whole: bool) -> None:
+    problem = Problem(random_graph(seed, 5, 4))
+    moments = any_chain(problem, choice)
+    peak = problem.evaluate(once(problem)).peak_bytes
+    for budget in range(peak, max(0, peak - 8), -2):
+        best, least = cheapest_of_any_order(problem, budget), proven(problem, budget, moments, whole)
+        if least is None:
+            assert math.isinf(best)
+        else:
+            assert least <= best + 1e-6
+
+
+def any_sequence(problem: PlainProblem, rng: random.Random) -> NodeSequence:
+    """All that must run, in some order, with values dropped at random and computed again when they are read."""
+    nodes: list[int] = []
+    present: set[int] = set()
+
+    def run(node: int) -> None:
+        if (
+            node in nodes
+            and (not problem.recomputable[node] or rng.random() < 0.5)
+            and present.issuperset(problem.writes[node])
+        ):
+            return
+        for v in rng.sample(problem.reads[node], len(problem.reads[node])):
+            make(v)
+        for v in problem.reads[node]:
+            make(v)
+        nodes.append(node)
+        present.update(problem.writes[node])
+
+    def make(value: int) -> None:
+        if value not in present:
+            run(problem.producer[value])
+
+    def run_all(targets: list[int], ends: tuple[int, ...]) -> None:
+        rng.shuffle(targets)
+        for node in targets:
+            run(node)
+            lost = [
+                v for v in sorted(present) if problem.producer[v] >= 0 and problem.recomputable[problem.producer[v]]
+            ]
+            present.difference_update([v for v in lost if rng.random() < 0.3])
+        for v in (*ends, *ends):
+            make(v)
+
+    early = needed_at_the_boundary(problem)
+    effects = {n for n in range(problem.boundary) if problem.random[n] or not problem.recomputable[n]}
+    run_all([n for n in required(problem) if n < problem.boundary and n in early | effects], problem.forward_outputs)
+    for v in (*problem.forward_transient, *problem.forward_outputs):
+        make(v)
+    boundary = len(nodes)
+    present.update(problem.tangents)
+    run_all([n for n in required(problem) if n >= problem.boundary], problem.finals)
+    return NodeSequence(tuple(nodes), boundary)
+
+
+@given(st.integers(0, 10_000), st.integers(0, 10))
+@settings(max_examples=80)
+def test_a_schedule_is_not_cheaper_than_the_bound_at_its_own_peak(seed: int, choice: int) -> None:
+    """Larger graphs than brute force can do, where a result may take the memory of an input, which it leaves out."""
+    problem = Problem(random_graph(seed, 8, 8))
+    sequence = drop_unused(problem, any_sequence(problem, random.Random(choice)))
+    evaluation = problem.evaluate(sequence)
+    least = proven(problem, evaluation.peak_bytes, any_chain(problem, choice))
+    assert least is not None and least <= evaluation.seconds + 1e-6
+
+
+@given(st.integers(0, 10_000), st.integers(0, 10))
+@settings(max_examples=40)
+def test_one_moment_more_is_never_below_the_crossing_alone(seed: int, choice: int) -> None:
+    problem = Problem(random_graph(seed, 7, 7))
+    moments = any_chain(problem, choice)[:1]
+    budget = int(0.8 * problem.evaluate(once(problem)).peak_bytes)
+    with contextlib.closing(CrossingProgram(problem)) as program:
+        crossing = program.solve(program.room(budget))
+    least = proven(problem, budget, moments)
+    if crossing is None:
+        assert least is None
+    elif least is not None:
+        assert least >= crossing - 1e-5
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=30)
+def test_branching_never_lowers_the_bound(seed: int) -> None:
+    problem = Problem(random_graph(seed, 7, 7))
+    budget = int(0.8 * problem.evaluate(once(problem)).peak_bytes)
+    for node in likely(problem, budget)[:2]:
+        share, whole = proven(problem, budget, [node]), proven(problem, budget, [node], whole=True)
+        if share is not None and whole is not None:
+            assert whole >= share - 1e-5
+
+
+def skips(depth: int) -> PlainProblem:
+    """Down with halving sizes and up again, each level read by its mirror; a backward that needs every input again."""
+    sizes = [2**level for level in range(depth, 0, -1)]
+    up = sizes[::-1]
+    count = 2 * depth
+    nbytes = [*sizes, *up, 0]  # the results, then the loss
+    reads: list[tuple[int, ...]] = [() if node == 0 else (node - 1,) for node in range(count)]
+    for node in range(depth + 1, count):
+        reads[node] = (node - 1, count - 1 - node)
+    reads.append((count - 1,))
+    boundary = count + 1
+    for node in range(count - 1, -1, -1):  # the gradient of the result of each node
+        before = len(nbytes) - 1
+        reads.append((before, node, *reads[node]))
+        nbytes.append(nbytes[node])
+    nodes = len(reads)
+    return PlainProblem(
+        reads=reads,
+        writes=[(v,) for v in range(nodes)],
+        seconds=[1.0] * nodes,
+        workspace=[0] * nodes,
+        is_backward=[node >= boundary for node in range(nodes)],
+        recomputable=[True] * nodes,
+        random=[False] * nodes,
+        nbytes=nbytes,
+        producer=list(range(nodes)),
+        tangents=[],
+        boundary=boundary,
+        forward_outputs=(count,),
+        forward_transient=(),
+        finals=(nodes - 1,),
+        base_bytes=0,
+        forward_extra_bytes=0,
+    )
+
+
+def test_where_long_skip_connections_bind_the_bound_is_above_the_crossings() -> None:
+    problem = skips(5)
+    peak = problem.evaluate(once(problem)).peak_bytes
+    budget = int(0.8 * peak)
+    chosen, least = choose(problem, budget, time.monotonic() + 10)
+    crossing = proven(problem, budget, [])
+    assert crossing is not None and chosen[-1]
+    assert least > crossing + 0.1
+    assert bound(problem, budget, time.monotonic() + 10) >= least
+
+
+def test_on_a_chain_one_moment_counts_what_the_first_backward_node_holds_beside() -> None:
+    """Of 8 results 4 fit beside the loss, but while the first gradient is made it takes the place of one of them."""
+    problem = Problem(unit_chain(8).replace(forward_outputs=(8,)))
+    assert proven(problem, 5, []) == pytest.approx(17 + 4, abs=1e-3)
+    assert proven(problem, 5, [9]) == pytest.approx(17 + 5, abs=1e-3)
+
+
+@given(st.integers(0, 10_000))
+@settings(max_examples=30)
+def test_schedules_are_within_the_budget_and_over_the_bound(seed: int) -> None:
+    graph = random_graph(seed, 8, 8)
+    problem = Problem(graph)
+    peak = problem.evaluate(once(problem)).peak_bytes
+    for budget in (peak, peak * 8 // 10):
+        solution = solve(graph, budget, "moments", branching_seconds=0.2)  # verifies
+        assert solution.peak_bytes <= budget
+        assert (solution.schedule is None) == (solution.status is Status.INFEASIBLE)
+        assert solution.lower_bound_seconds <= solution.seconds * (1 + 1e-9)
+
+
+def test_the_method_says_what_its_bound_speaks_of() -> None:
+    graph = unit_chain(12).replace(forward_outputs=(12,))
+    solution = solve(graph, 9, "moments")
+    assert solution.bound_scope == BACKWARD_AFTER_FORWARD
+    assert solution.schedule is not None and solution.lower_bound_seconds > 25
+    assert solve(graph, 1, "moments").status is Status.INFEASIBLE
+
+
+def test_a_moment_is_held_by_what_the_schedule_holds() -> None:
+    """The values that a solution in whole values holds at the crossing fit there."""
+    problem = skips(4)
+    budget = int(0.8 * problem.evaluate(once(problem)).peak_bytes)
+    with contextlib.closing(MomentsProgram(problem, likely(problem, budget)[:1])) as program:
+        assert program.bound(budget, whole=True) is not None
+        held = program.held_at(program.crossing)
+        assert sum(problem.nbytes[v] for v in held) <= budget - program.fixed_bytes(program.crossing)
+        assert set(problem.forward_outputs) <= held
