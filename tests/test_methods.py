@@ -13,7 +13,7 @@ PAPERS = {
     "linearized_sqrt", "linearized_greedy", "no_remat", "checkpoint_all", "greedy_xla", "treewidth", "pathwidth", "exact_dp",
     "approx_dp", "rk_checkmate", "rotor", "h_ilp", "hiremate", "moccasin",
 }  # fmt: skip
-OWN = {"auto", "greedy", "crossing", "descent"}
+OWN = {"auto", "greedy", "crossing", "descent", "moments"}
 
 
 def only_backward() -> ComputationGraph:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
 
 from lightning_remat.errors import BudgetError, ConfigError, GraphError, InfeasibleBudgetError
 from lightning_remat.planner import Plan, RematConfig, make_plan
-from lightning_remat.solvers import Status, find_smallest
+from lightning_remat.planner._plan_cache import PlanCache
+from lightning_remat.solvers import Status, _auto, find_smallest
 from tests.helpers.graphs import random_graph, unit_chain
 
 
@@ -85,3 +87,21 @@ def test_plans_are_files(tmp_path: Path) -> None:
 def test_malformed_options_say_what_is_accepted(options: dict[str, object], message: str) -> None:
     with pytest.raises((ConfigError, BudgetError), match=message):
         RematConfig.from_mapping(options)
+
+
+def test_an_interrupt_is_said_and_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def interrupted(*_args: object, **_options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_auto, "improve", interrupted)
+    monkeypatch.setattr(_auto, "CLOSED_GAP", -1.0)
+    graph, config, cache = unit_chain(24), RematConfig(budget=8), PlanCache(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        plan = make_plan(graph, config, cache=cache)
+    assert plan.predicted_peak_bytes <= 8
+    assert [r.message for r in caplog.records if "interrupted" in r.message] == [
+        "Planning was interrupted: the best plan so far is used. Interrupt again to end what runs."
+    ]
+    assert not list(tmp_path.iterdir())

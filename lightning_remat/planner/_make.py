@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -14,7 +15,9 @@ from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._plan_cache import PlanCache
 from lightning_remat.schedule import simulate
-from lightning_remat.solvers import Problem, Solution, Status, find_smallest, solve
+from lightning_remat.solvers import INTERRUPTED, Problem, Solution, Status, find_smallest, solve
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 
@@ -91,12 +94,15 @@ def make_plan(
                 break
         if solution.schedule is None and smallest().peak_bytes <= budget_bytes:
             solution = smallest()
+    if INTERRUPTED in solution.notes:
+        log.warning("Planning was interrupted: the best plan so far is used. Interrupt again to end what runs.")
     if solution.schedule is None:
         least = smallest()
         assert least.schedule is not None
         where = simulate(graph, least.schedule)
         raise InfeasibleBudgetError(budget_bytes, least.peak_bytes, where.peak_op, where.peak_module)
-    searched = not config.background or budget.kind is BudgetKind.MIN or solution.status is Status.OPTIMAL
+    whole = not config.background or budget.kind is BudgetKind.MIN or solution.status is Status.OPTIMAL
+    searched = whole and INTERRUPTED not in solution.notes
     if cache is not None and file is not None and known is None and searched:
         cache.store(file, solution, budget_bytes)
     return Plan(

@@ -26,6 +26,7 @@ from lightning_remat.solvers import (  # registers the methods
     _treewidth,
     _unpartitioned,
 )
+from lightning_remat.solvers._auto import INTERRUPTED
 from lightning_remat.solvers._batch_size import (
     BatchSize,
     Trial,
@@ -42,6 +43,7 @@ from lightning_remat.solvers._registry import Answer, available, options_of, reg
 from lightning_remat.solvers._solution import Solution, Status
 
 __all__ = [
+    "INTERRUPTED",
     "Answer",
     "BatchSize",
     "Block",

@@ -1,10 +1,11 @@
 """The portfolio: what is quick and good on networks first, the cheapest schedules improved, and a bound beside.
 
-"crossing" gives the bound, and schedules that are near it where the moment between forward and backward is what binds.
-"rotor" decides by blocks, which is better where the budget is low, and "descent" gives up what is held at the peak, which is
-best where it is very low. Where the cheapest so far is well above the bound, "hiremate" is tried too. The cheapest are where
-`improve` begins. Graphs of a few dozen nodes get the other methods as well, Checkmate's program among them; larger ones only
-where nothing was found so far. What was tried, and how it went, is in the answer's notes.
+"crossing" gives the bound, and schedules that are near it where the moment between forward and backward is what binds. Where
+those are well above it, "moments" has a better bound, and other schedules. "rotor" decides by blocks, which is better where the
+budget is low, and "descent" gives up what is held at the peak, which is best where it is very low; with "hiremate" it is asked
+only while the gap is open. The cheapest are where `improve` begins. Graphs of a few hundred nodes get the other quick methods
+as well, those of a few dozen Checkmate's program; larger ones only where nothing was found so far. What was tried, and how it
+went, is in the answer's notes.
 """
 
 from __future__ import annotations
@@ -15,21 +16,36 @@ import time
 from lightning_remat.solvers._crossing import BACKWARD_AFTER_FORWARD
 from lightning_remat.solvers._improve import improve
 from lightning_remat.solvers._problem import NodeSequence, Problem
+from lightning_remat.solvers._prune import once
 from lightning_remat.solvers._registry import Answer, register, run_algorithm
 from lightning_remat.solvers._solution import Status
 
 EXACT_UP_TO = 40
 """Nodes up to which Checkmate's program is tried whole."""
 
-FIRST = ("crossing", "rotor", "descent")
-SMALL = (
+QUICK = (
     "greedy", "chen_sqrt", "chen_greedy", "ap_sqrt", "ap_greedy", "linearized_sqrt", "linearized_greedy", "griewank_logn",
-    "greedy_xla", "treewidth", "pathwidth", "approx_dp", "exact_dp",
+    "greedy_xla", "treewidth", "pathwidth", "approx_dp",
 )  # fmt: skip
 """Methods that take milliseconds on a few dozen nodes."""
 
-OPEN_GAP = 0.005
-"""Gap from which it pays to ask "hiremate" as well, which takes seconds where the first methods take tenths of them."""
+QUICK_UP_TO = 200
+"""Nodes up to which they are tried."""
+
+INTERRUPTED = "interrupted: this is the best so far"
+"""The note of an answer whose search was interrupted."""
+
+OPEN_GAP = 0.003
+"""Gap from which it pays to ask methods that take seconds, where the first take tenths of them."""
+
+WIDE_GAP = 0.005
+"""Gap from which it pays to ask "hiremate" too."""
+
+IMPROVING_GAP = 0.01
+"""Gap at which the improving has as much time as is usual for the whole search; less or more in proportion."""
+
+IMPROVING_SHARES = (0.6, 2.0)
+"""The least and the most of that time."""
 
 CLOSED_GAP = 0.001
 """Gap up to which nothing is improved any more: costs are not known as well as that."""
@@ -62,82 +78,136 @@ def auto(
 ) -> Answer:
     """Try what suits the size of the problem, improve what is cheapest, and keep the best.
 
+    An interrupt (Ctrl-C) ends the search with the best so far, if there is one.
+
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
         deadline: `time.monotonic` at which to stop.
         seconds: how long to search; ``None`` for what usually pays (`usual_seconds`). "hiremate" gets as much again.
-        exact_up_to: nodes up to which Checkmate's program is solved whole, and all quick methods are tried.
+        exact_up_to: nodes up to which Checkmate's program is solved whole.
         exact_seconds: the most that Checkmate's program may take here; method ``"milp"`` takes the whole time limit.
         improvements: how many of the cheapest schedules are improved, half as many again each time.
     """
     started = time.monotonic()
     span = usual_seconds(problem) if seconds is None else seconds
-    until = min(deadline, started + span)
-    notes: list[str] = []
-    found: list[tuple[float, NodeSequence, str]] = []
-    bounds: list[tuple[float, str]] = []
+    portfolio = _Portfolio(problem, budget_bytes, deadline)
+    try:
+        portfolio.attempt("no_remat", deadline)
+        if portfolio.found:
+            portfolio.add("no_remat", once(problem))  # without what nothing depends on
+        else:
+            until = min(deadline, started + span)
+            portfolio.search(until, span, exact_up_to, exact_seconds)
+            share = min(max(portfolio.gap() / IMPROVING_GAP, IMPROVING_SHARES[0]), IMPROVING_SHARES[1])
+            until = max(until, time.monotonic() + share * span)
+            portfolio.improve(min(deadline, until), improvements)
+    except KeyboardInterrupt:
+        if not portfolio.found:
+            raise
+        portfolio.notes.append(INTERRUPTED)
+    return portfolio.answer(started)
 
-    def attempt(method: str, limit: float) -> None:
+
+class _Portfolio:
+    """Schedules that were found so far, with what is proven, and how it went.
+
+    Attributes:
+        found: seconds, the sequence, and the method, of each.
+        notes: for people.
+    """
+
+    def __init__(self, problem: Problem, budget_bytes: int, deadline: float) -> None:
+        self.problem = problem
+        self.budget_bytes = budget_bytes
+        self.deadline = deadline
+        self.found: list[tuple[float, NodeSequence, str]] = []
+        self.notes: list[str] = []
+        self._bounds: list[tuple[float, str]] = []
+
+    def attempt(self, method: str, limit: float) -> None:
+        """Run one method until ``limit``."""
         begun = time.monotonic()
-        answer = run_algorithm(method, problem, budget_bytes, limit)
+        answer = run_algorithm(method, self.problem, self.budget_bytes, limit)
         taken = time.monotonic() - begun
         if answer.sequence is None:
-            notes.append(f"{method}: {answer.status.value} after {taken:.1f} s")
+            self.notes.append(f"{method}: {answer.status.value} after {taken:.1f} s")
         else:
-            cost = problem.evaluate(answer.sequence).seconds
-            notes.append(f"{method}: {cost:.6g} s a step, {answer.status.value} after {taken:.1f} s")
-            found.append((cost, answer.sequence, method))
-        notes.extend(f"{method}: {note}" for note in answer.notes)
-        bounds.append((answer.lower_bound_seconds, answer.bound_scope))
+            cost = self.add(method, answer.sequence)
+            self.notes.append(f"{method}: {cost:.6g} s a step, {answer.status.value} after {taken:.1f} s")
+        self.notes.extend(f"{method}: {note}" for note in answer.notes)
+        self._bounds.append((answer.lower_bound_seconds, answer.bound_scope))
 
-    def proven(cost: float) -> tuple[float, str]:
+    def add(self, method: str, sequence: NodeSequence) -> float:
+        """One more schedule within the budget; returns its seconds."""
+        cost = self.problem.evaluate(sequence).seconds
+        self.found.append((cost, sequence, method))
+        return cost
+
+    def least(self) -> float:
+        """Seconds of the cheapest."""
+        return min([cost for cost, _, _ in self.found], default=math.inf)
+
+    def proven(self, cost: float) -> tuple[float, str]:
         """The largest bound; a schedule that is cheaper than a narrow bound is not one of those that it speaks of."""
-        holds = [one for one in bounds if one[1] == BACKWARD_AFTER_FORWARD or one[0] <= cost * (1 + 1e-9)]
+        holds = [one for one in self._bounds if one[1] == BACKWARD_AFTER_FORWARD or one[0] <= cost * (1 + 1e-9)]
         return max(holds, default=(0.0, ""))
 
-    attempt("no_remat", deadline)
-    if not found:
-        small = len(problem) <= exact_up_to
-        for method in FIRST:
-            attempt(method, until)
-        for method in SMALL if small else ():
-            attempt(method, until)
-        if small:
-            attempt("lp_rounding", min(until, time.monotonic() + exact_seconds))
-            attempt("milp", min(deadline, time.monotonic() + exact_seconds))
+    def gap(self) -> float:
+        """By how much, as a share, the cheapest may be dearer than it has to be."""
+        bound = self.proven(self.least())[0]
+        return self.least() / bound - 1 if bound > 0 else math.inf
+
+    def search(self, until: float, span: float, exact_up_to: int, exact_seconds: float) -> None:
+        """Run what suits the size of the problem."""
+        size = len(self.problem)
+        self.attempt("crossing", until)
+        if self.gap() > OPEN_GAP:
+            self.attempt("moments", min(self.deadline, time.monotonic() + span))
+        self.attempt("rotor", until)
+        for method in QUICK if size <= QUICK_UP_TO else ():
+            self.attempt(method, until)
+        if size <= exact_up_to:
+            self.attempt("exact_dp", until)
+            self.attempt("lp_rounding", min(until, time.monotonic() + exact_seconds))
+            self.attempt("milp", min(self.deadline, time.monotonic() + exact_seconds))
         else:
-            notes.append(f"milp: not tried, {len(problem)} operations are more than {exact_up_to}")
-        least = min([cost for cost, _, _ in found], default=math.inf)
-        if not small and len(problem) <= HIREMATE_UP_TO and found and least > (1 + OPEN_GAP) * proven(least)[0]:
-            attempt("hiremate", min(deadline, time.monotonic() + span))
-            until = min(deadline, max(until, time.monotonic() + 0.5 * span))
+            self.notes.append(f"milp: not tried, {size} operations are more than {exact_up_to}")
+        if self.gap() > OPEN_GAP:
+            self.attempt("descent", until)
+        if exact_up_to < size <= HIREMATE_UP_TO and self.found and self.gap() > WIDE_GAP:
+            self.attempt("hiremate", min(self.deadline, time.monotonic() + span))
         for method in OTHERWISE:
-            if not found and time.monotonic() < deadline:
-                attempt(method, 0.5 * (deadline + time.monotonic()))
-        distinct = {sequence.nodes: (cost, sequence, method) for cost, sequence, method in reversed(found)}
+            if not self.found and time.monotonic() < self.deadline:
+                self.attempt(method, 0.5 * (self.deadline + time.monotonic()))
+
+    def improve(self, until: float, improvements: int) -> None:
+        """Successive halving of the best: as much time for each round, and in it for each schedule."""
+        distinct = {one[1].nodes: one for one in reversed(self.found)}
         best = sorted(distinct.values(), key=lambda one: one[0])[:improvements]
         best = [one for one in best if one[0] <= HOPELESS * best[0][0]]
         rounds = len(best).bit_length()
-        # Successive halving: as much time for each round, and in it for each schedule.
         for number in range(rounds):
             for index, (cost, sequence, method) in enumerate(best):
-                left, least = until - time.monotonic(), min([one[0] for one in best])
-                if left <= 0 or least <= (1 + CLOSED_GAP) * proven(least)[0]:
-                    break
+                left = until - time.monotonic()
+                if left <= 0 or self.gap() <= CLOSED_GAP:
+                    return
                 stop = time.monotonic() + left / ((rounds - number) * len(best) - index)
-                better, attempts = improve(problem, sequence, budget_bytes, stop, seed=number)
-                now = problem.evaluate(better).seconds
-                notes.append(f"improved {method} from {cost:.6g} to {now:.6g} s a step in {attempts} attempts")
+                better, attempts = improve(self.problem, sequence, self.budget_bytes, stop, seed=number)
+                now = self.add(method, better)
+                self.notes.append(f"improved {method} from {cost:.6g} to {now:.6g} s a step in {attempts} attempts")
                 best[index] = (now, better, method)
             best = sorted(best, key=lambda one: one[0])[: max(1, len(best) // 2)]
-            found += best
-    if not found:
-        late = time.monotonic() >= deadline
-        bound, scope = proven(math.inf)
-        return Answer(None, Status.TIMEOUT if late else Status.INFEASIBLE, bound, scope, notes=tuple(notes))
-    cost, sequence, method = min(found, key=lambda one: one[0])
-    bound, scope = proven(cost)
-    status = Status.OPTIMAL if cost <= bound * (1 + 1e-9) else Status.FEASIBLE
-    notes.append(f"chose {method} after {time.monotonic() - started:.1f} s")
-    return Answer(sequence, status, bound, scope, method=method, notes=tuple(notes))
+
+    def answer(self, started: float) -> Answer:
+        """The cheapest, with the bound that holds for it."""
+        if not self.found:
+            late = time.monotonic() >= self.deadline
+            bound, scope = self.proven(math.inf)
+            status = Status.TIMEOUT if late else Status.INFEASIBLE
+            return Answer(None, status, bound, scope, notes=tuple(self.notes))
+        cost, sequence, method = min(self.found, key=lambda one: one[0])
+        bound, scope = self.proven(cost)
+        status = Status.OPTIMAL if cost <= bound * (1 + 1e-9) else Status.FEASIBLE
+        self.notes.append(f"chose {method} after {time.monotonic() - started:.1f} s")
+        return Answer(sequence, status, bound, scope, method=method, notes=tuple(self.notes))

@@ -147,13 +147,8 @@ def guessed_batch_size(
         if (needed := plain_bytes(larger)) > budget_bytes:
             break
         size, graph, smaller, peak = 2 * size, larger, peak, needed
-    if size == 1:
-        smaller, peak = peak, plain_bytes(graph_of(2))
-        each = peak - smaller
-        fixed = smaller - each
-    else:
-        each = (peak - smaller) / (size // 2)
-        fixed = peak - each * size
+    each = (peak - smaller) / (size // 2) if size > 1 else float(plain_bytes(graph_of(2)) - peak)
+    fixed = peak - each * size
     limit = cap(graph) * (1 + 1e-9)
     reached = [one.peak_bytes for one in plan_curve(graph, time_limit=time_limit).solutions if one.seconds <= limit]
     growing = (min(reached, default=peak) - fixed) / size
