@@ -22,7 +22,7 @@ from lightning_remat.graph import ComputationGraph
 from lightning_remat.solvers import Problem, Solution, available, find_smallest, solve
 
 PANELS = {
-    "this project's, and XLA's greedy": ("auto", "crossing", "descent", "greedy", "greedy_xla"),
+    "this project's, and XLA's greedy": ("auto", "crossing", "moments", "descent", "greedy", "greedy_xla"),
     "checkpoints of segments": ("chen_sqrt", "chen_greedy", "griewank_logn"),
     "checkpoints, single nodes": ("ap_sqrt", "ap_greedy", "linearized_sqrt", "linearized_greedy"),
     "integer and linear programs": ("milp", "rk_checkmate", "moccasin", "lp_rounding", "checkmate_unpartitioned"),
@@ -132,7 +132,7 @@ def draw(found: dict[str, list[Solution]], budgets: list[int], seconds: float, f
             pairs = [(b, 100 * (s.seconds / seconds - 1)) for b, s in zip(x, found.get(method, []), strict=False)]
             pairs = [(b, extra) for b, extra in pairs if extra < float("inf")]
             label = method if len(pairs) > 1 else f"{method}: none below the peak"
-            axes.plot([b for b, _ in pairs], [e for _, e in pairs], marker="osD^v"[index], ms=5, lw=1.3, label=label)
+            axes.plot([b for b, _ in pairs], [e for _, e in pairs], marker="osD^vP"[index], ms=5, lw=1.3, label=label)
         axes.set_title(title, loc="left", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=8, loc="upper right")

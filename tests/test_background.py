@@ -240,13 +240,13 @@ def test_the_first_plan_is_asked_for_in_two_seconds(
     assert cache.path(CHAIN, BUDGET, config).exists() is not background  # a first plan is not the last word
 
 
-def test_the_callback_ends_the_search_with_the_fit() -> None:
+def test_the_callback_ends_the_search_with_the_fit(tmp_path: Path) -> None:
     torch._dynamo.reset()
     callback = RematCallback(budget=0.5, background=True, time_limit=600.0)
     module = Boring(net())
     trainer = pl.Trainer(
         max_steps=4, callbacks=[callback], logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, accelerator="cpu",
+        enable_model_summary=False, accelerator="cpu", default_root_dir=tmp_path,
     )  # fmt: skip
     seen: list[Search] = []
     module.on_train_batch_end = lambda *_: seen.extend(  # type: ignore[method-assign]
