@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -17,13 +18,24 @@ from lightning_remat.planner import Plan, RematConfig, ScheduledStep, Surroundin
 class Rematerialized:
     """What `rematerialize` returns: call it as the module or function that it stands for."""
 
-    def __init__(self, step: ScheduledStep, original: Callable[..., Any]) -> None:
+    def __init__(
+        self, step: ScheduledStep, original: Callable[..., Any], again: Callable[[Any], Rematerialized]
+    ) -> None:
         self._step = step
+        self._again = again
         self.original = original
         functools.update_wrapper(self, original, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._step(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rematerialized:
+        """The same for a copy of the module: captured and planned on its own first call."""
+        return self._again(copy.deepcopy(self.original, memo))
+
+    def close(self) -> None:
+        """End what searches on in the background; the plans at hand stay."""
+        self._step.close()
 
     @property
     def plan(self) -> Plan | None:
@@ -82,7 +94,8 @@ def rematerialize(
         old_gradients: gradients of the step before are still there while the forward runs (``zero_grad`` comes after the
             forward, as in Lightning, or not at all); ``False`` where they are dropped before.
         resident_bytes: bytes that are held on the device beside (an optimizer's state, say) and count in the budget.
-        **options: fields of `RematConfig`: ``solver``, ``time_limit``, ``solver_options``, ``cost_model``, ``margin``.
+        **options: fields of `RematConfig`: ``solver``, ``time_limit``, ``solver_options``, ``cost_model``, ``margin``,
+            ``background``.
 
     Returns:
         A callable with the same signature, and with ``plan`` and ``plans``.
@@ -129,4 +142,7 @@ def rematerialize(
         )
 
     step = ScheduledStep(function, config, surroundings=surroundings, name=name)
-    return Rematerialized(step, module_or_function)
+    again = functools.partial(
+        rematerialize, budget=budget, old_gradients=old_gradients, resident_bytes=resident_bytes, **options
+    )
+    return Rematerialized(step, module_or_function, again)

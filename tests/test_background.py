@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import os
@@ -56,7 +57,8 @@ def test_the_process_finds_a_cheaper_schedule_and_ends() -> None:
         search.better()
         time.sleep(0.05)
     assert process.returncode == 0
-    assert not search._folder or not Path(search._folder.name).exists()
+    assert search.completed
+    assert not search._better.parent.exists()
 
 
 def test_closing_ends_the_process() -> None:
@@ -104,7 +106,7 @@ def test_a_full_disk_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     def full(*_args: object, **_options: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(_search.tempfile, "TemporaryDirectory", full)
+    monkeypatch.setattr(_search.tempfile, "mkdtemp", full)
     with caplog.at_level(logging.WARNING):
         search = Search(dear_plan(), RematConfig(budget=BUDGET))
         assert search.better() is None and not search.running
@@ -169,7 +171,7 @@ def test_a_better_plan_is_swapped_in_between_two_steps_with_the_same_bits(monkey
     def between(number: int) -> None:
         if number == 3:  # wait for the process, whatever it takes
             until = time.monotonic() + 60
-            while len(step.plans) < 2 and time.monotonic() < until:
+            while step._step._search is not None and time.monotonic() < until:
                 step._step._take_better_plans()
                 time.sleep(0.1)
 
@@ -182,14 +184,50 @@ def test_a_better_plan_is_swapped_in_between_two_steps_with_the_same_bits(monkey
     assert step.plan is better[-1]
     config = step._step.config
     assert PlanCache().path(first.graph, first.budget_bytes, config).exists()  # the next run begins with it
-    step._step.close()
+    step.close()
 
     torch._dynamo.reset()
     again = rematerialize(net(), budget=0.5, background=True, time_limit=6.0, cost_model="roofline:A100-40")
     again._step._cost_cache = step._step._cost_cache
-    again(x)
-    assert not again._step._searches
+    for _ in range(3):
+        again(x)
+        assert again._step._search is None
     assert again.plan is not None and again.plan.predicted_seconds == better[-1].predicted_seconds
+
+
+def test_one_search_at_a_time_and_none_for_what_was_searched() -> None:
+    torch._dynamo.reset()
+    module = net()
+    step = rematerialize(module, budget=0.5, background=True, time_limit=600.0, cost_model="roofline:A100-40")
+    for length in (256, 320, 384):
+        step(torch.randn(length, 64)).square().mean().backward()
+    assert len(step.plans) == 3
+    assert step._step._search is not None and len(step._step._to_search) == 2
+    step.close()
+    assert step._step._search is None and not step._step._to_search
+    first = step.plans[0]
+    assert not PlanCache().path(first.graph, first.budget_bytes, step._step.config).exists()  # it was not done
+
+
+def test_a_copy_is_captured_anew_and_trains_its_own_weights() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    x = torch.randn(64, 64)
+    step = rematerialize(net(), budget=0.5, background=True, cost_model="unit")
+    step(x).sum().backward()
+    other = copy.deepcopy(step)
+    assert other.original is not step.original
+    assert other.plans == ()
+    with torch.no_grad():
+        for p in other.original.parameters():
+            p.mul_(0.5)
+    torch.manual_seed(1)
+    expected = other.original(x)
+    torch.manual_seed(1)
+    assert torch.equal(other(x), expected)
+    assert repr(other) == repr(step)
+    for one in (step, other):
+        one.close()
 
 
 def test_training_goes_on_when_the_process_is_killed(
@@ -203,8 +241,9 @@ def test_training_goes_on_when_the_process_is_killed(
     step = rematerialize(module, budget=0.5, background=True, time_limit=600.0)
 
     def between(number: int) -> None:
-        if number == 1:
-            ((search, _),) = step._step._searches
+        if number == 2:
+            assert step._step._search is not None
+            search, _ = step._step._search
             assert search._process is not None
             search._process.kill()
             search._process.wait()
@@ -250,7 +289,7 @@ def test_the_callback_ends_the_search_with_the_fit(tmp_path: Path) -> None:
     )  # fmt: skip
     seen: list[Search] = []
     module.on_train_batch_end = lambda *_: seen.extend(  # type: ignore[method-assign]
-        search for search, _ in callback._step._searches
+        [callback._step._search[0]] if callback._step._search else []
     )
     trainer.fit(module, torch.utils.data.DataLoader(torch.randn(64, 64), batch_size=16))
     assert callback.failures == () and sum(callback.runs) == 4

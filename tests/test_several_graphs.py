@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from lightning_remat import InfeasibleBudgetError, rematerialize
 from lightning_remat.measure import held_bytes, peak_memory
+from lightning_remat.planner import _step
 
 
 class Broken(torch.nn.Module):
@@ -114,20 +116,100 @@ def test_a_backward_is_that_of_its_forward_whatever_runs_meanwhile() -> None:
     assert all(map(torch.equal, *results))
 
 
-def test_a_call_that_goes_another_way_runs_the_plans_of_its_graphs() -> None:
+def test_calls_that_go_different_ways_keep_one_budget() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    original, x = Broken(3), torch.randn(256, 128)
+    original, x = Broken(3), torch.randn(1024, 128)
+    plain = rematerialize(copy.deepcopy(original), budget=1.0, cost_model="unit", time_limit=6.0)
+    plain(x)
+    budget = int(0.6 * max(plan.predicted_peak_bytes for plan in plain.plans))
+    torch._dynamo.reset()
     results = []
     for module in (copy.deepcopy(original), copy.deepcopy(original)):
-        call = module if not results else rematerialize(module, budget=0.5, cost_model="unit", time_limit=6.0)
+        call = module if not results else rematerialize(module, budget=budget, cost_model="unit", time_limit=6.0)
         torch.manual_seed(1)
-        for skips in (False, False, True, True, False):
+        for skips in (False, True, False, True, True, False):
             module.skips = skips
             call(x).backward()
         results.append([p.grad for p in module.parameters()])
     assert all(map(torch.equal, *results))
     assert call.failures == ()
+    for skips in (False, True):
+        module.skips = skips
+        before = list(call.runs)
+        step(module, call, x)
+        ran = [i for i, count in enumerate(call.runs) if count > before[i]]
+        assert len(ran) == 2 + (not skips)
+        assert all(any(op.name == "outside" for op in call.plans[i].graph.ops) for i in ran)  # all made together
+        assert max(call.plans[i].predicted_peak_bytes for i in ran) <= budget
+        measured = held_bytes(module, x, gradients=True) + peak_memory(lambda: step(module, call, x), "cpu")
+        assert measured <= budget
+
+
+class Thrice(torch.nn.Module):
+    """One layer that three graphs use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1024, 1024)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.layer(x))
+        torch._dynamo.graph_break()
+        x = torch.tanh(self.layer(x))
+        torch._dynamo.graph_break()
+        return torch.tanh(self.layer(x)).square().mean()
+
+
+def test_a_weight_that_several_graphs_share_counts_for_each() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module, x = Thrice(), torch.randn(64, 1024)
+    call = rematerialize(module, budget="40MiB", cost_model="unit", time_limit=4.0, old_gradients=False)
+    for _ in range(3):
+        module.zero_grad(set_to_none=True)
+        call(x).backward()
+    module.zero_grad(set_to_none=True)
+    measured = held_bytes(module, x) + peak_memory(lambda: call(x).backward(), "cpu")
+    assert call.plan is not None and not call.plan.rematerializes
+    predicted = call.plan.predicted_peak_bytes
+    assert 0.9 * predicted <= measured <= 1.01 * predicted
+
+
+def test_what_is_handed_on_counts_once() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+    class Four(Broken):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.parts[0](x)
+            torch._dynamo.graph_break()
+            x = self.parts[1](x)
+            torch._dynamo.graph_break()
+            x = self.parts[2](x)
+            torch._dynamo.graph_break()
+            return self.parts[3](x).square().mean()
+
+    module, x = Four(4, layers=1), torch.randn(4096, 128)
+    call = rematerialize(module, budget=1.0, cost_model="unit", time_limit=4.0)
+    for _ in range(2):
+        step(module, call, x)
+    measured = held_bytes(module, x, gradients=True) + peak_memory(lambda: step(module, call, x), "cpu")
+    predicted = call.plan.predicted_peak_bytes
+    assert 0.95 * predicted <= measured <= 1.01 * predicted
+
+
+def test_too_many_ways_are_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    monkeypatch.setattr(_step, "MOST_PATHS", 1)
+    module, x = Broken(3), torch.randn(512, 128)
+    call = rematerialize(module, budget=0.4, cost_model="unit", time_limit=4.0)
+    with caplog.at_level(logging.WARNING, "lightning_remat"):
+        for skips in (False, True, False, True):
+            module.skips = skips
+            call(x).backward()
+    assert len([r for r in caplog.records if "different sequences of graphs" in r.message]) == 1
 
 
 def step(module: torch.nn.Module, call: Any, x: torch.Tensor) -> None:

@@ -201,9 +201,10 @@ class Modules:
 class Exchange:
     """What AOTAutograd runs for one captured graph: one of several versions of it, each a forward and its backward.
 
-    AOTAutograd asks only how many outputs and sizes a forward has, not how many tensors it saves, so that versions may save
-    different ones. Each forward saves its version's number too, and the backward is that of the forward that saved for it,
-    however many calls wait for theirs.
+    AOTAutograd asks how many outputs and sizes a forward has, but not how many tensors it saves, so that versions may save
+    different ones. (It would note which of the first version's have symbolic sizes: it is not told what they are.) Each forward
+    saves its version's number too, and the backward is that of the forward that saved for it, however many calls wait for
+    theirs. One thread at a time may call it.
 
     Attributes:
         current: the version that the next forward runs.
@@ -222,7 +223,12 @@ class Exchange:
             )
         self._returned, self._sizes = modules.returned, modules.sizes
         number = len(self._versions)
-        self._versions.append((boxed(modules.forward), boxed(modules.backward), torch.tensor(number)))
+        outputs: Any = modules.forward.graph.output_node().args[0]
+        for saved in outputs[modules.returned : len(outputs) - modules.sizes]:
+            saved.meta.pop("val", None)
+        with real_tensors():
+            mark = torch.tensor(number, device="cpu")
+        self._versions.append((boxed(modules.forward), boxed(modules.backward), mark))
         return number
 
     def forward(self, args: list[Any]) -> tuple[Any, ...]:

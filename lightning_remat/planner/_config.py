@@ -27,7 +27,8 @@ class RematConfig:
         cost_model: ``"profile"`` (measure on the device), ``"roofline"``, ``"roofline:<device>"``, ``"flops"`` or ``"unit"``.
         margin: share of the device that ``budget="auto"`` leaves unused.
         background: train on the first plan, made in about two seconds, while a process of its own searches on for the rest of
-            the time limit; a cheaper plan is swapped in between two steps, with the same results.
+            the time limit; a cheaper plan is swapped in between two steps, with the same results. Not for ``"min"``, nor for
+            steps that are captured as several graphs: those are planned as a whole after the first call.
 
     Raises:
         ConfigError, BudgetError: on construction, saying what was given and what is accepted.
@@ -53,6 +54,8 @@ class RematConfig:
             raise ConfigError(f"time_limit={self.time_limit!r}: give a positive number of seconds")
         if isinstance(self.margin, bool) or not 0 <= self.margin < 1:
             raise ConfigError(f"margin={self.margin!r}: give the share of the device to leave unused, in [0, 1)")
+        if not isinstance(self.background, bool):
+            raise ConfigError(f"background={self.background!r}: give True or False")
         cost_model(self.cost_model)
 
     @classmethod

@@ -45,7 +45,7 @@ def _late_ops(graph: ComputationGraph, problem: Problem) -> set[int]:
         made = sum(problem.nbytes[v] for v in written)
         held = sum(problem.nbytes[v] for v in problem.reads[node] if v not in kept)
         op = graph.ops[problem.ops[node]]
-        if written and last and made > held and not op.random and not op.mutates:
+        if written and last and made > held and problem.recomputable[node] and not op.random and not op.mutates:
             nodes.add(node)
     found = {problem.ops[node] for node in nodes}
     for index, op in enumerate(graph.ops):

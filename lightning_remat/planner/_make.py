@@ -76,25 +76,27 @@ def make_plan(
     if cache is not None and file is None and baseline.peak_bytes > budget_bytes:
         file = cache.path(graph, budget_bytes, config)
         known = cache.load(file, graph)
+    interrupted = False
     if known is not None:
         solution = known
     elif baseline.peak_bytes <= budget_bytes:
         solution = solve(graph, budget_bytes, "no_remat")
     elif budget.kind is BudgetKind.MIN:
         say("solving")
-        solution = _cheaper(
-            smallest(), solve(graph, budget_bytes, config.solver, config.time_limit, **config.solver_options)
-        )
+        solution = solve(graph, budget_bytes, config.solver, config.time_limit, **config.solver_options)
+        interrupted = INTERRUPTED in solution.notes
+        solution = _cheaper(smallest(), solution)
     else:
         say("solving")
         limits = [min(FIRST_SECONDS, config.time_limit)] if config.background else []
         for limit in (*limits, config.time_limit):
             solution = solve(graph, budget_bytes, config.solver, limit, **config.solver_options)
+            interrupted = INTERRUPTED in solution.notes
             if solution.schedule is not None:
                 break
         if solution.schedule is None and smallest().peak_bytes <= budget_bytes:
             solution = smallest()
-    if INTERRUPTED in solution.notes:
+    if interrupted:
         log.warning("Planning was interrupted: the best plan so far is used. Interrupt again to end what runs.")
     if solution.schedule is None:
         least = smallest()
@@ -102,7 +104,7 @@ def make_plan(
         where = simulate(graph, least.schedule)
         raise InfeasibleBudgetError(budget_bytes, least.peak_bytes, where.peak_op, where.peak_module)
     whole = not config.background or budget.kind is BudgetKind.MIN or solution.status is Status.OPTIMAL
-    searched = whole and INTERRUPTED not in solution.notes
+    searched = whole and not interrupted
     if cache is not None and file is not None and known is None and searched:
         cache.store(file, solution, budget_bytes)
     return Plan(

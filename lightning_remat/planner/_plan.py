@@ -11,7 +11,7 @@ from lightning_remat.errors import GraphError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.report import format_bytes, format_seconds
 from lightning_remat.schedule import Schedule, Timeline, simulate
-from lightning_remat.solvers import Problem, Status
+from lightning_remat.solvers import Problem, Solution, Status
 
 FORMAT = "lightning_remat.plan"
 FORMAT_VERSION = 1
@@ -70,6 +70,20 @@ class Plan:
     def saving(self) -> float:
         """Share of the baseline peak that is saved."""
         return 1.0 - self.predicted_peak_bytes / self.baseline_peak_bytes if self.baseline_peak_bytes else 0.0
+
+    def solution(self) -> Solution:
+        """What a solver would have returned for it."""
+        return Solution(
+            schedule=self.schedule,
+            status=self.status,
+            seconds=self.predicted_seconds,
+            peak_bytes=self.predicted_peak_bytes,
+            lower_bound_seconds=self.lower_bound_seconds,
+            bound_scope=self.bound_scope,
+            solve_seconds=self.solve_seconds,
+            method=self.solver,
+            notes=self.notes,
+        )
 
     def timeline(self) -> Timeline:
         """The memory timeline of the schedule."""

@@ -104,8 +104,13 @@ def _age(file: Path) -> float:
         return 0.0
 
 
-def read_solution(path: Path, graph: ComputationGraph) -> Solution:
-    """The solution in a file (`PlanCache.store`, or the process of `_search`), verified at the budget that it names.
+def read_solution(path: Path, graph: ComputationGraph, budget_bytes: int | None = None) -> Solution:
+    """The solution in a file (`PlanCache.store`, or the process of `_search`), verified.
+
+    Args:
+        path: the file.
+        graph: the problem.
+        budget_bytes: what it must stay within; by default the budget that the file names.
 
     Raises:
         OSError: when the file cannot be read.
@@ -115,5 +120,8 @@ def read_solution(path: Path, graph: ComputationGraph) -> Solution:
     if not isinstance(data, dict) or not isinstance(data.get("budget_bytes"), int):
         raise ValueError("no JSON object with a budget")
     solution = Solution.from_dict(data.get("solution"))
-    assert solution.schedule is not None
-    return dataclasses.replace(solution, peak_bytes=verify(graph, solution.schedule, data["budget_bytes"]))
+    if solution.schedule is None:
+        raise ValueError("a solution without a schedule")
+    budget = data["budget_bytes"] if budget_bytes is None else budget_bytes
+    seconds = sum(graph.ops[op].seconds * count for op, count in solution.schedule.evaluations.items())
+    return dataclasses.replace(solution, peak_bytes=verify(graph, solution.schedule, budget), seconds=seconds)

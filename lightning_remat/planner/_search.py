@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,17 +32,20 @@ class Search:
     Args:
         plan: the plan at hand.
         config: solver, its options and its time limit.
+
+    Attributes:
+        completed: whether it has come to its end by itself.
     """
 
     def __init__(self, plan: Plan, config: RematConfig) -> None:
         self._plan = plan
         self._seen: tuple[int, int] | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self.completed = False
+        folder: Path | None = None
         try:
-            self._folder = tempfile.TemporaryDirectory(prefix="lightning_remat-", ignore_cleanup_errors=True)
-            folder = Path(self._folder.name)
-            self._better = folder / "better.json"
+            folder = Path(tempfile.mkdtemp(prefix="lightning_remat-"))
+            self._better, self._errors = folder / "better.json", folder / "errors.txt"
             plan.graph.save(folder / "graph.json")
             task = {
                 "graph": str(folder / "graph.json"),
@@ -53,18 +57,25 @@ class Search:
                 "seconds": plan.predicted_seconds,
             }
             (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
-            with (folder / "errors.txt").open("wb") as errors:
+            with self._errors.open("wb") as errors:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "lightning_remat.solvers", str(folder / "task.json")],
+                    # -P: not what lies in the working directory, which the training does not import either.
+                    [sys.executable, "-P", "-m", "lightning_remat.solvers", str(folder / "task.json")],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     stderr=errors,
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"},
+                    env={
+                        **os.environ,
+                        "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
+                        "OMP_NUM_THREADS": "1",
+                    },
                 )
         except (OSError, TypeError, ValueError) as error:
             self._failed(f"it cannot be started: {error}")
+            if folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
         else:
-            self._finalizer = weakref.finalize(self, _end, self._process, self._folder)
+            self._finalizer = weakref.finalize(self, _end, self._process, folder, os.getpid())
 
     @property
     def running(self) -> bool:
@@ -77,7 +88,8 @@ class Search:
             return None
         ended = self._process.poll()
         solution = self._read()
-        if ended is not None:
+        if ended is not None and self._process is not None:
+            self.completed = ended == 0
             if ended != 0:
                 self._failed(f"its process ended with {_ending(ended)}{self._last_words()}")
             self.close()
@@ -92,16 +104,15 @@ class Search:
             return None
         self._seen = (facts.st_mtime_ns, facts.st_ino)
         try:
-            return read_solution(self._better, self._plan.graph)
+            return read_solution(self._better, self._plan.graph, self._plan.budget_bytes)
         except (OSError, ValueError, RematError) as error:
             self._failed(f"what it found cannot be used: {error}")
             self.close()
             return None
 
     def _last_words(self) -> str:
-        assert self._folder is not None
         with contextlib.suppress(OSError):
-            lines = (Path(self._folder.name) / "errors.txt").read_text(errors="replace").strip().splitlines()
+            lines = self._errors.read_text(errors="replace").strip().splitlines()
             return f": {lines[-1]}" if lines else ""
         return ""
 
@@ -117,13 +128,15 @@ class Search:
             self._process = None
 
 
-def _end(process: subprocess.Popen[bytes], folder: tempfile.TemporaryDirectory[str]) -> None:
+def _end(process: subprocess.Popen[bytes], folder: Path, owner: int) -> None:
+    if os.getpid() != owner:  # a fork of the process that started it is at its end
+        return
     process.kill()
     if process.stdin is not None:
         with contextlib.suppress(OSError):
             process.stdin.close()
     process.wait()
-    folder.cleanup()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _ending(code: int) -> str:

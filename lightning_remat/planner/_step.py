@@ -11,12 +11,14 @@ import dataclasses
 import logging
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.fx
 
+from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.capture import PARTS, Autocast, CapturedGraph, from_joint
 from lightning_remat.capture import _torch as internals
 from lightning_remat.cost import CostCache, cost_model
@@ -28,7 +30,7 @@ from lightning_remat.planner._make import Progress, make_plan
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._plan_cache import PlanCache
 from lightning_remat.planner._search import Search
-from lightning_remat.planner._surroundings import Surroundings
+from lightning_remat.planner._surroundings import Surroundings, Weights
 from lightning_remat.planner._together import Part, kept_bytes, plan_together, with_outside
 from lightning_remat.solvers import Status
 
@@ -62,12 +64,17 @@ class _Stop(BaseException):
         self.error = error
 
 
-@dataclasses.dataclass
+MOST_PATHS = 8
+"""Sequences of graphs, for the same shapes, that are planned together: where Python decides by data there may be very many."""
+
+
+@dataclasses.dataclass(eq=False)
 class _Graph:
     """One captured graph, and what runs it.
 
     Attributes:
         captured: with costs, and nothing around it.
+        weights: its parameters that get gradients.
         around: what the device held beside it when it was captured.
         exchange: the modules that run it, one version a plan.
         versions: by plan (an index into `ScheduledStep.plans`), its version.
@@ -75,10 +82,15 @@ class _Graph:
     """
 
     captured: CapturedGraph
+    weights: Weights
     around: Surroundings
     exchange: internals.Exchange
     versions: dict[int, int]
     plan: int
+
+
+_Path = tuple[_Graph, ...]
+"""Graphs of a call, as far as it has come."""
 
 
 class ScheduledStep:
@@ -127,13 +139,18 @@ class ScheduledStep:
         self._gave_up = False
         self._shapes: Shapes = ()
         self._fits_anyway: set[Shapes] = set()
-        self._captures: dict[Shapes, int] = {}
+        self._captures: Counter[Shapes] = Counter()
         self._cost_cache = CostCache()
         self._plan_cache = PlanCache()
         self._call: list[tuple[_Graph, int]] = []  # graphs that the present call has run so far, and their plans
         self._captured_now: list[int] = []  # plans of what the present call has captured, old ones too
-        self._together: dict[Shapes, list[tuple[_Graph, int]]] = {}  # by shapes, the graphs of a call and their plans
-        self._searches: list[tuple[Search, _Graph]] = []
+        self._together: dict[
+            tuple[Shapes, _Path], int
+        ] = {}  # plans of the last graph of a path, made for the whole call
+        self._settled: set[tuple[Shapes, _Path]] = set()  # whole paths
+        self._joint_plans: Counter[Shapes] = Counter()
+        self._search: tuple[Search, _Graph] | None = None
+        self._to_search: list[_Graph] = []
         self._compiled = internals.compile_frame(function, self._backend)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -157,6 +174,9 @@ class ScheduledStep:
             self._failed(f"no operation with gradients could be captured in it{found}", None)
         if self._captured_now:
             self._captured(shapes, [self.plans[i] for i in self._captured_now])
+        path = tuple(graph for graph, _ in self._call)
+        if len(path) > 1 and (shapes, path) not in self._settled and shapes not in self._fits_anyway:
+            self._plan_together(shapes, path)
         return result
 
     def _captured(self, shapes: Shapes, plans: Sequence[Plan]) -> None:
@@ -164,11 +184,9 @@ class ScheduledStep:
         if self.leave_alone and all(p.baseline_peak_bytes * EAGER_EXTRA <= p.budget_bytes for p in plans):
             self._fits_anyway.add(shapes)
             log.info("%s fits as it is: nothing is swapped in for these shapes", self.name or "the step")
-        elif len(self._call) > 1 and any(self.plans[plan].rematerializes for _, plan in self._call):
-            self._plan_together(shapes)
         elif len(self._call) == 1 and self.config.background:
-            self._search_on(*self._call[0])
-        self._captures[shapes] = self._captures.get(shapes, 0) + 1
+            self._to_search.append(self._call[0][0])
+        self._captures[shapes] += 1
         if self._captures[shapes] > MOST_CAPTURES:
             self._gave_up = True
             self._failed(
@@ -179,46 +197,72 @@ class ScheduledStep:
 
     def close(self) -> None:
         """End what still searches beside the training; the plans at hand stay."""
-        for search, _ in self._searches:
-            search.close()
-        self._searches.clear()
+        if self._search is not None:
+            self._search[0].close()
+        self._search = None
+        self._to_search.clear()
 
     # -- better plans -------------------------------------------------------------------------------------------------
 
-    def _plan_together(self, shapes: Shapes) -> None:
-        """Now that all graphs of a call are known, plan them as one; the next call runs that."""
-        graphs = [graph for graph, _ in self._call]
-        known: dict[int, CapturedGraph] = {id(graph): with_outside(graph.captured) for graph in graphs}
-        parts = [Part(known[id(graph)], graph.around) for graph in graphs]
-        log.info("%s is captured as %d graphs, and planned again together", self.name or "the step", len(graphs))
+    def _plan_together(self, shapes: Shapes, path: _Path) -> None:
+        """Now that all graphs of a call are known, plan them as one; the next such call runs that.
+
+        Calls that begin with the same graphs run the same plans of these: which way a call goes is not known before.
+        """
+        self._settled.add((shapes, path))
+        known = [self._together.get((shapes, path[: i + 1])) for i in range(len(path))]
+        shared = sum(len(graph.weights) for graph in path) > len({key for graph in path for key in graph.weights})
+        if None not in known or not (shared or any(self.plans[number].rematerializes for _, number in self._call)):
+            return
+        self._joint_plans[shapes] += 1
+        if self._joint_plans[shapes] > MOST_PATHS:
+            if self._joint_plans[shapes] == MOST_PATHS + 1:
+                log.warning(
+                    "%s is captured as more than %d different sequences of graphs: the others are not planned as a whole, "
+                    "and may run over the budget",
+                    self.name or "the step",
+                    MOST_PATHS,
+                )
+            return
+        fixed = [number for number in known[: known.index(None)] if number is not None]
+        log.info("%s is captured as %d graphs, and planned again together", self.name or "the step", len(path))
+        captured = {graph: with_outside(graph.captured) for graph in path}
+        parts = [Part(captured[graph], graph.weights, graph.around) for graph in path]
+        try:
+            plans = self._joint(parts, fixed)
+        except InfeasibleBudgetError:
+            if not fixed:
+                raise
+            plans, fixed = self._joint(parts, []), []
+            # Other ways to go on from here were planned after what has been given up.
+            self._together = {
+                key: number for key, number in self._together.items() if not _begins_alike(key, shapes, path)
+            }
+            self._settled = {key for key in self._settled if not _begins_alike(key, shapes, path)} | {(shapes, path)}
+        for i in range(len(fixed), len(path)):
+            self._together[shapes, path[: i + 1]] = self._add_plan(plans[i], path[i], parts[i].captured)
+
+    def _joint(self, parts: Sequence[Part], fixed: Sequence[int]) -> list[Plan]:
         with internals.threads_kept():
-            plans = plan_together(
+            return plan_together(
                 parts,
                 self.config,
-                held_bytes=graphs[0].around.held_bytes + graphs[0].captured.batch_bytes,
+                fixed=[self.plans[number].schedule for number in fixed],
+                held_bytes=parts[0].around.held_bytes + parts[0].captured.batch_bytes,
                 progress=self._progress,
                 cache=self._plan_cache,
             )
-        self._together[shapes] = [
-            (graph, self._add_plan(plan, graph, part.captured))
-            for graph, part, plan in zip(graphs, parts, plans, strict=True)
-        ]
-
-    def _search_on(self, graph: _Graph, number: int) -> None:
-        """Look for something cheaper in a process of its own, unless all of that was done in an earlier run."""
-        plan = self.plans[number]
-        known = self._plan_cache.path(plan.graph, plan.budget_bytes, self.config).exists()
-        if plan.rematerializes and plan.status is not Status.OPTIMAL and not known:
-            self._searches.append((Search(plan, self.config), graph))
 
     def _take_better_plans(self) -> None:
-        """Between two steps: from the next forward on, run what was found beside the training."""
-        for search, graph in self._searches:
-            solution = search.better()
-            plan = self.plans[graph.plan]
-            if solution is None or solution.schedule is None or solution.seconds >= plan.predicted_seconds:
-                continue
-            better = dataclasses.replace(
+        """Between two steps: from the next forward on, run what was found beside the training. One search at a time."""
+        if self._search is None:
+            self._begin_search()
+            return
+        search, graph = self._search
+        solution = search.better()
+        plan = self.plans[graph.plan]
+        if solution is not None and solution.schedule is not None and solution.seconds < plan.predicted_seconds:
+            plan = dataclasses.replace(
                 plan,
                 schedule=solution.schedule,
                 predicted_peak_bytes=solution.peak_bytes,
@@ -230,12 +274,24 @@ class ScheduledStep:
                 solve_seconds=solution.solve_seconds,
                 notes=(*solution.notes, "found while training ran on an earlier plan"),
             )
-            graph.plan = self._add_plan(better, graph, graph.captured)
-            self._plan_cache.store(
-                self._plan_cache.path(plan.graph, plan.budget_bytes, self.config), solution, plan.budget_bytes
-            )
-            log.info("%s: a cheaper plan from now on: %s", self.name or "captured graph", better.summary())
-        self._searches = [one for one in self._searches if one[0].running]
+            graph.plan = self._add_plan(plan, graph, graph.captured)
+            log.info("%s: a cheaper plan from now on: %s", self.name or "captured graph", plan.summary())
+        if search.running:
+            return
+        self._search = None
+        if search.completed:  # the next run begins with the best, and does not search again
+            file = self._plan_cache.path(plan.graph, plan.budget_bytes, self.config)
+            self._plan_cache.store(file, plan.solution(), plan.budget_bytes)
+
+    def _begin_search(self) -> None:
+        """Look for something cheaper than a plan in a process of its own, unless that was done in an earlier run."""
+        while self._to_search and self._search is None:
+            graph = self._to_search.pop(0)
+            plan = self.plans[graph.plan]
+            known = self._plan_cache.path(plan.graph, plan.budget_bytes, self.config).exists()
+            smallest = parse_budget(self.config.budget).kind is BudgetKind.MIN
+            if plan.rematerializes and plan.status is not Status.OPTIMAL and not known and not smallest:
+                self._search = Search(plan, self.config), graph
 
     def _add_plan(self, plan: Plan, graph: _Graph, captured: CapturedGraph) -> int:
         """One more plan of a graph, ready to run; returns its index."""
@@ -251,6 +307,9 @@ class ScheduledStep:
 
     def _backend(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         parameters = [isinstance(value, torch.nn.Parameter) for value in inputs]
+        weights = {
+            id(value): value.nbytes for value in inputs if isinstance(value, torch.nn.Parameter) and value.requires_grad
+        }
         planned: list[tuple[CapturedGraph, Surroundings, int]] = []
         autocast = Autocast.around(module)
 
@@ -272,7 +331,7 @@ class ScheduledStep:
             )
             try:
                 with internals.real_tensors(), internals.threads_kept():
-                    captured, plan, around = self._plan(captured)
+                    captured, plan, around = self._plan(captured, weights)
             except RematError as error:
                 raise _Stop(error) from error
             index = next((i for i, known in enumerate(self.plans) if known is plan), len(self.plans))
@@ -291,7 +350,7 @@ class ScheduledStep:
         if not planned:  # nothing in it needs a gradient
             return compiled
         captured, around, index = planned[0]
-        graph = _Graph(captured, around, exchange, versions={index: 0}, plan=index)
+        graph = _Graph(captured, weights, around, exchange, versions={index: 0}, plan=index)
         self._captured_now.append(index)
         if self._on_plan is not None:
             with internals.real_tensors():
@@ -310,12 +369,9 @@ class ScheduledStep:
         return run
 
     def _plan_of(self, graph: _Graph) -> int:
-        """Which plan of a graph runs now: that of the call as a whole, as long as the call goes as it did when it was made."""
-        together = self._together.get(self._shapes, [])
-        position = len(self._call)
-        if position < len(together) and together[position][0] is graph:
-            return together[position][1]
-        return graph.plan
+        """Which plan of a graph runs now: one made for calls that begin as this one, if there is any."""
+        path = (*(one for one, _ in self._call), graph)
+        return self._together.get((self._shapes, path), graph.plan)
 
     def _double_backward(self) -> None:
         """A backward that will be differentiated itself has begun; torch is about to refuse the second one."""
@@ -326,7 +382,7 @@ class ScheduledStep:
             None,
         )
 
-    def _plan(self, captured: CapturedGraph) -> tuple[CapturedGraph, Plan, Surroundings]:
+    def _plan(self, captured: CapturedGraph, weights: Weights) -> tuple[CapturedGraph, Plan, Surroundings]:
         started = time.monotonic()
         device = captured.device
         self._progress("measuring every operation")
@@ -338,13 +394,14 @@ class ScheduledStep:
         costs = model(captured.calls, device)
         cost_seconds = time.monotonic() - started
         around = self._surroundings()
-        earlier = [self.plans[i] for _, i in self._call]
+        earlier = [(self.plans[number].graph, graph.weights) for graph, number in self._call]
+        kept = sum(kept_bytes(self.plans[number]) for _, number in self._call)
         graph = captured.graph.with_costs([c.seconds for c in costs], [c.workspace_bytes for c in costs])
         captured = with_late_gradients(dataclasses.replace(captured, graph=graph.replace(device=str(device))))
-        graph = around.put_around(captured, [plan.graph for plan in earlier], sum(map(kept_bytes, earlier)))
-        for known in self.plans:  # captured again for another reason than its shapes
-            if known.graph == graph:
-                return captured, known, around
+        graph = around.put_around(captured, weights, earlier, kept_bytes=kept)
+        same = [known for known in self.plans if known.graph == graph]
+        if same:  # captured again for another reason than its shapes
+            return captured, min(same, key=lambda known: known.predicted_seconds), around
         record: dict[str, Any] = {
             "held_bytes": around.held_bytes + captured.batch_bytes,
             "cost_seconds": cost_seconds,
@@ -373,3 +430,7 @@ class ScheduledStep:
             RematWarning,
             stacklevel=2,
         )
+
+
+def _begins_alike(key: tuple[Shapes, _Path], shapes: Shapes, path: _Path) -> bool:
+    return key[0] == shapes and key[1][0] is path[0]

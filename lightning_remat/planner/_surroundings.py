@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.graph import ComputationGraph, TensorRole
+
+Weights = Mapping[int, int]
+"""Bytes of the parameters that get gradients, by what tells them apart."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,30 +35,41 @@ class Surroundings:
     held_bytes: int = 0
 
     def put_around(
-        self, captured: CapturedGraph, earlier: Sequence[ComputationGraph] = (), kept_bytes: int = 0
+        self,
+        captured: CapturedGraph,
+        weights: Weights,
+        earlier: Sequence[tuple[ComputationGraph, Weights]] = (),
+        later: Sequence[Weights] = (),
+        kept_bytes: int = 0,
     ) -> ComputationGraph:
         """The captured graph with all this around it.
 
         Args:
             captured: one graph of the step.
-            earlier: the graphs that ran before it in the same forward. What they keep is alive while this one runs; their
-                backwards come after this one's, so that their gradients are not there yet.
-            kept_bytes: what the forwards of those leave behind (`Timeline.saved_bytes`).
+            weights: its parameters that get gradients.
+            earlier: the graphs that ran before it in the same forward, and theirs. What they keep is alive while this one
+                runs; their backwards come after this one's, so that their gradients are not there yet.
+            later: those of the graphs that run after it, as far as they are known: these gradients are there already.
+            kept_bytes: what the forwards of the earlier ones leave behind (`Timeline.saved_bytes`).
         """
         graph = captured.graph
-        own = _bytes(graph, TensorRole.PARAMETER)
-        before = sum(_bytes(other, TensorRole.PARAMETER) for other in earlier)
-        others = max(0, self.trainable_bytes - own)  # gradients of parameters outside this graph
-        later = max(0, others - before)  # made already when this graph's backward begins
-        kept = kept_bytes + sum(_bytes(other, TensorRole.BATCH) for other in earlier)
+        graphs = [other for other, _ in earlier]
+        others = max(0, self.trainable_bytes - sum(weights.values()))  # gradients of parameters outside this graph
+        not_later = {key: nbytes for used in (weights, *(used for _, used in earlier)) for key, nbytes in used.items()}
+        again = {key for used in later for key in used} & not_later.keys()  # weights that several graphs share
+        # Autograd adds their gradients up as they come: for a moment there are both and the sum.
+        made = max(0, self.trainable_bytes - sum(not_later.values())) + 2 * sum(not_later[key] for key in again)
+        kept = kept_bytes + sum(
+            _bytes(other, TensorRole.BATCH) - _handed_over_bytes(graphs[:i], other) for i, other in enumerate(graphs)
+        )
         resident = (
             self.resident_bytes
             + max(0, self.module_bytes - captured.static_bytes)
-            + later
-            + max(0, kept - _handed_over_bytes(earlier, graph))
+            + made
+            + max(0, kept - _handed_over_bytes(graphs, graph))
             + sum(_state_bytes(captured.device) for op in graph.ops if op.random and op.recomputable)
         )
-        old = graph.gradient_bytes + others - later if self.old_gradients else 0
+        old = max(0, graph.gradient_bytes + others - made) if self.old_gradients else 0
         if self.accumulating:
             return graph.replace(resident_bytes=resident + old, forward_resident_bytes=0)
         return graph.replace(resident_bytes=resident, forward_resident_bytes=old)

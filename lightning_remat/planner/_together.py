@@ -16,6 +16,7 @@ solver has to know of it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 from lightning_remat.capture import CapturedGraph
@@ -25,9 +26,9 @@ from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._make import Progress, make_plan, resolve_budget
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._plan_cache import PlanCache
-from lightning_remat.planner._surroundings import Surroundings
+from lightning_remat.planner._surroundings import Surroundings, Weights
 from lightning_remat.schedule import Schedule, Timeline, simulate
-from lightning_remat.solvers import Problem, Status, plan_curve
+from lightning_remat.solvers import INTERRUPTED, Problem, Status, plan_curve
 from lightning_remat.solvers._prune import once
 from lightning_remat.solvers._registry import ANY_ORDER
 
@@ -52,6 +53,7 @@ class Part:
     """One graph of a step, with costs, and what lies around it."""
 
     captured: CapturedGraph
+    weights: Weights
     around: Surroundings
 
     @property
@@ -108,6 +110,7 @@ def plan_together(
     parts: Sequence[Part],
     config: RematConfig,
     *,
+    fixed: Sequence[Schedule] = (),
     held_bytes: int = 0,
     progress: Progress | None = None,
     cache: PlanCache | None = None,
@@ -117,6 +120,7 @@ def plan_together(
     Args:
         parts: the graphs of `with_outside`, in the order in which their forwards run.
         config: budget, solver and time limit (of all graphs together).
+        fixed: schedules that the first graphs keep, since other steps that begin with them have them too.
         held_bytes: what the process holds on the device already (see `make_plan`).
         progress: told in words what is being done.
         cache: plans of earlier runs.
@@ -126,49 +130,48 @@ def plan_together(
         BudgetError: for a size over what the device has.
     """
     say = progress or (lambda _text: None)
-    earlier = [[part.graph for part in parts[:i]] for i in range(len(parts))]
-    alone = [part.around.put_around(part.captured, before) for part, before in zip(parts, earlier, strict=True)]
 
     def beside(i: int, kept: int) -> ComputationGraph:
         """Graph i, with so many bytes kept by the earlier ones."""
-        return parts[i].around.put_around(parts[i].captured, earlier[i], kept)
+        earlier = [(part.graph, part.weights) for part in parts[:i]]
+        later = [part.weights for part in parts[i + 1 :]]
+        return parts[i].around.put_around(parts[i].captured, parts[i].weights, earlier, later, kept)
 
+    alone = [beside(i, 0) for i in range(len(parts))]
     # What is handed over from one graph to the next is counted by both: from some amount on each byte kept counts.
     total = sum(graph.floor_bytes + sum(graph.storages) for graph in alone)
     free = [total - (beside(i, total).resident_bytes - alone[i].resident_bytes) for i in range(len(parts))]
 
-    say(f"planning {len(parts)} graphs together")
-    known: dict[int, list[_Option]] = {}
-    curve_seconds = CURVES_SHARE * config.time_limit / len(NEEDS) / len({id(part.captured) for part in parts})
-    for part, graph in zip(parts, alone, strict=True):
-        if id(part.captured) not in known:
-            known[id(part.captured)] = list(_options(graph, curve_seconds))
-    options = [
-        [_option(graph, one.schedule) for one in known[id(part.captured)]]
-        for part, graph in zip(parts, alone, strict=True)
-    ]
-
-    def choose(budget: float) -> _Choice | None:
-        return _cheapest(options, free, budget)
+    plain = _Choice(options=tuple(_option(graph, _plain_schedule(graph)) for graph in alone))
+    known = [[_option(graph, schedule)] for graph, schedule in zip(alone, fixed, strict=False)]
 
     def peak(choice: _Choice) -> int:
         return max(_peaks(choice.options, free))
 
-    plain = _Choice(options=tuple(one[0] for one in options))
-    baseline = peak(plain)
-    smallest = _smallest(choose, peak, plain)
+    @functools.cache
+    def options() -> list[list[_Option]]:
+        say(f"planning {len(parts)} graphs together")
+        return known + _all_options(parts[len(known) :], alone[len(known) :], CURVES_SHARE * config.time_limit)
+
+    @functools.cache
+    def smallest() -> _Choice:
+        first = _Choice(options=tuple(one[0] for one in options()))
+        return _smallest(lambda budget: _cheapest(options(), free, budget), peak, first)
+
     device = parts[0].captured.device
     floor = max(graph.floor_bytes for graph in alone)
-    budget = resolve_budget(config, floor, baseline, lambda: peak(smallest), device, held_bytes)
-    choice = plain if baseline <= budget else choose(budget)
+    budget = resolve_budget(config, floor, peak(plain), lambda: peak(smallest()), device, held_bytes)
+    plain_fits = peak(plain) <= budget and not fixed
+    choice = plain if plain_fits else _cheapest(options(), free, budget)
     if choice is None:
-        where = _peaks(smallest.options, free)
+        where = _peaks(smallest().options, free)
         worst = where.index(max(where))
-        timeline = simulate(alone[worst], smallest.options[worst].schedule)
-        raise InfeasibleBudgetError(budget, peak(smallest), timeline.peak_op, timeline.peak_module)
+        timeline = simulate(alone[worst], smallest().options[worst].schedule)
+        raise InfeasibleBudgetError(budget, peak(smallest()), timeline.peak_op, timeline.peak_module)
 
     chosen = list(choice.options)
     plans: list[Plan] = []
+    interrupted = False
     solving = dataclasses.replace(
         config, budget=budget, time_limit=(1 - CURVES_SHARE) * config.time_limit / len(parts), background=False
     )
@@ -177,14 +180,18 @@ def plan_together(
         room = needing(beside(i, kept), _needed_by_later(i, alone[i], chosen, free))
         given = _recorded(room, chosen[i].schedule, budget)
         plan = given
-        if given.rematerializes:
+        if given.rematerializes and i >= len(fixed) and not interrupted:
             say(f"solving graph {i + 1} of {len(parts)}")
             try:
                 found = make_plan(room, solving, held_bytes=held_bytes, progress=progress, cache=cache)
             except InfeasibleBudgetError as error:
                 given = dataclasses.replace(given, notes=(*given.notes, f"alone: {error}"))
             else:
-                plan = found if found.predicted_seconds < given.predicted_seconds else given
+                # What a schedule evaluates after the op for others' needs is kept too, and was not in the room left to them.
+                others = [*chosen[:i], _option(alone[i], found.schedule), *chosen[i + 1 :]]
+                if found.predicted_seconds < given.predicted_seconds and max(_peaks(others, free)) <= budget:
+                    plan = found
+                interrupted = interrupted or INTERRUPTED in found.notes
         chosen[i] = _option(alone[i], plan.schedule)
         plans.append(plan)
     records = []
@@ -195,16 +202,27 @@ def plan_together(
         assert peak_bytes <= budget, "the graphs were solved in the room that they leave each other"
         records.append(
             dataclasses.replace(
-                plan, graph=graph, predicted_peak_bytes=peak_bytes, baseline_peak_bytes=max(baseline, peak_bytes)
+                plan, graph=graph, predicted_peak_bytes=peak_bytes, baseline_peak_bytes=max(peak(plain), peak_bytes)
             )
         )
     return records
 
 
+def _all_options(parts: Sequence[Part], alone: Sequence[ComputationGraph], time_limit: float) -> list[list[_Option]]:
+    """A choice for each graph; one that runs several times is looked at once."""
+    known: dict[int, list[_Option]] = {}
+    found = []
+    each = time_limit / len(NEEDS) / max(1, len({id(part.captured) for part in parts}))
+    for part, graph in zip(parts, alone, strict=True):
+        if id(part.captured) not in known:
+            known[id(part.captured)] = list(_options(graph, each))
+        found.append([_option(graph, one.schedule) for one in known[id(part.captured)]])
+    return found
+
+
 def _options(graph: ComputationGraph, time_limit: float) -> Iterable[_Option]:
     """A choice of schedules; the first is the plain one."""
-    problem = Problem(graph)
-    plain = problem.expand(problem.captured)
+    plain = _plain_schedule(graph)
     yield _option(graph, plain)
     own = simulate(graph, plain).peak_bytes
     seen = {plain}
@@ -214,6 +232,11 @@ def _options(graph: ComputationGraph, time_limit: float) -> Iterable[_Option]:
             if solution.schedule not in seen:
                 seen.add(solution.schedule)
                 yield _option(graph, solution.schedule)
+
+
+def _plain_schedule(graph: ComputationGraph) -> Schedule:
+    problem = Problem(graph)
+    return problem.expand(problem.captured)
 
 
 def _option(graph: ComputationGraph, schedule: Schedule) -> _Option:

@@ -91,7 +91,9 @@ def search(
         if method != "auto" or time.monotonic() > deadline or cost <= answer.lower_bound_seconds * (1 + WORTH_WRITING):
             return
         until = min(deadline, time.monotonic() + ROUND_SECONDS)
-        sequence, _ = improve(problem, answer.sequence, budget_bytes, until, seed=seed)
+        sequence, attempts = improve(problem, answer.sequence, budget_bytes, until, seed=seed)
+        if attempts == 0:
+            return
         answer = dataclasses.replace(answer, sequence=sequence)
 
 

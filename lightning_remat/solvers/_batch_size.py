@@ -3,9 +3,9 @@
 Checkmate makes the batch size B a variable of its program, which makes memory constraints quadratic. Here the program stays
 as it is: for one batch size after another the method is asked for its cheapest schedule in the budget, and the largest batch
 size whose schedule costs no more than the cap is found by bisection (`max_batch_size`), from where the trade-off at one batch
-size points to (`guessed_batch_size`). That assumes that what fits at one
-batch size fits at all smaller ones, which holds for an exact method and bytes that grow with the batch. A heuristic may break
-it, or miss a schedule that exists, so the answer is a lower bound, as the paper's own is.
+size points to (`guessed_batch_size`). That assumes that what fits at one batch size fits at all smaller ones, which holds for
+an exact method and bytes that grow with the batch. A heuristic may break it, or miss a schedule that exists, so the answer is a
+lower bound, as the paper's own is.
 
 `extrapolated_batch_size` is what the paper does for baselines (eq. 11): the smallest memory under the cap at one batch size,
 scaled. `linear_in_batch` makes graphs of any batch size from two captured ones.
@@ -19,6 +19,7 @@ from typing import Any
 
 from lightning_remat.errors import BudgetError, GraphError
 from lightning_remat.graph import ComputationGraph
+from lightning_remat.solvers._auto import INTERRUPTED
 from lightning_remat.solvers._curve import plan_curve
 from lightning_remat.solvers._problem import Problem
 from lightning_remat.solvers._prune import required
@@ -105,7 +106,7 @@ def max_batch_size(
             low = middle
         else:
             high = middle
-        if high - low <= 1 + precision * low:
+        if high - low <= 1 + precision * low or INTERRUPTED in tried[-1].solution.notes:
             break
         if low == 0 or high > at_most:  # one side is open still
             middle = min(low + stride, at_most) if low else max(1, high - stride)
@@ -147,6 +148,8 @@ def guessed_batch_size(
         if (needed := plain_bytes(larger)) > budget_bytes:
             break
         size, graph, smaller, peak = 2 * size, larger, peak, needed
+    if at_most == 1:
+        return 1
     each = (peak - smaller) / (size // 2) if size > 1 else float(plain_bytes(graph_of(2)) - peak)
     fixed = peak - each * size
     limit = cap(graph) * (1 + 1e-9)
@@ -198,6 +201,8 @@ def extrapolated_batch_size(
     while len(tried) < solves and budget > low:
         trial = Trial(batch_size, budget, limit, solve(graph, budget, method, time_limit, **options))
         tried.append(trial)
+        if INTERRUPTED in trial.solution.notes:
+            break
         if trial.fits:
             high = trial.solution.peak_bytes
             best = trial.solution

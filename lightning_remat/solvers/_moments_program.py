@@ -63,6 +63,14 @@ class MomentsProgram:
     def __init__(self, problem: PlainProblem, moments: Sequence[int] = (), solver: str = "CBC") -> None:
         self.problem = problem
         self.model = mip.Model(sense=mip.MINIMIZE, solver_name=solver)
+        try:
+            self._build(moments)
+        except BaseException:  # an interrupt, say: nobody else can close it
+            self.close()
+            raise
+
+    def _build(self, moments: Sequence[int]) -> None:
+        problem = self.problem
         self.model.verbose = 0
         # CBC prints its first linear program whatever the verbosity, but none after a solve with integers.
         self.model.add_var("integer", var_type=mip.BINARY)

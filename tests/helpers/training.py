@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_remat.callbacks import RematCallback
+from lightning_remat.planner._together import OUTSIDE
 
 WIDTH = 16
 
@@ -181,7 +182,11 @@ def assert_ran(remat: RematCallback, plans: int | None = None) -> None:
     """The callback captured everything, rematerialized, and what it captured ran."""
     assert remat.failures == ()
     assert remat.plans
-    assert all(remat.runs)
+    assert all(
+        runs
+        for plan, runs in zip(remat.plans, remat.runs, strict=True)
+        if OUTSIDE not in {op.name for op in plan.graph.ops}  # made for a whole call, that need not come again
+    )
     assert any(plan.rematerializes for plan in remat.plans)
     if plans is not None:
         assert len(remat.plans) == plans
