@@ -16,7 +16,7 @@ from lightning_remat.cost._device_spec import device_spec
 from lightning_remat.cost._materialize import materialize
 from lightning_remat.cost._op_cost import FREE, OpCost
 from lightning_remat.cost._roofline import roofline
-from lightning_remat.cost._timing import seconds_of
+from lightning_remat.cost._timing import PASSES, seconds_of
 from lightning_remat.cost._workspace import ProfilerInUseError, cpu_workspaces, cuda_workspace
 from lightning_remat.errors import ConfigError
 
@@ -82,13 +82,19 @@ def _measure(
     failures = _Failures(device)
     seconds: dict[str, float] = {}
     workspaces: dict[str, int] = {}
-    for done, (key, call) in enumerate(calls.items(), start=1):
-        try:
-            seconds[key], workspaces[key] = _time_one(call, device)
-        except Exception as error:  # noqa: BLE001 - anything may be called, so anything may be raised
-            failures.add(call, error)
-        if progress is not None:
-            progress(done, len(calls))
+    passes = 1 if device.type == "cuda" else PASSES
+    every = [(key, call) for _ in range(passes) for key, call in calls.items()]
+    for done, (key, call) in enumerate(every, start=1):
+        if key not in failures:
+            try:
+                found, workspaces[key] = _time_one(call, device)
+            except Exception as error:  # noqa: BLE001 - anything may be called, so anything may be raised
+                failures.add(call, error)
+                seconds.pop(key, None)
+            else:
+                seconds[key] = min(found, seconds.get(key, found))
+        if progress is not None and done % passes == 0:
+            progress(done // passes, len(calls))
     unknown_workspaces: set[str] = set()
     if device.type == "cpu":
         try:
@@ -124,6 +130,9 @@ class _Failures:
         self._device = device
         self._calls: dict[str, OpCall] = {}
         self._targets: set[str] = set()
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._calls
 
     def add(self, call: OpCall, error: Exception) -> None:
         """Note the call; log the first one of each target."""
