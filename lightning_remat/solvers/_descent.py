@@ -21,6 +21,7 @@ from lightning_remat.graph import ComputationGraph
 from lightning_remat.solvers._blocks import finish
 from lightning_remat.solvers._crossing import CrossingProgram
 from lightning_remat.solvers._greedy import smallest, starts
+from lightning_remat.solvers._improve import improve
 from lightning_remat.solvers._neighbourhood import LONGEST
 from lightning_remat.solvers._problem import NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers._prune import drop_unused, once, required
@@ -217,7 +218,9 @@ def find_smallest_sequence(problem: PlainProblem, deadline: float) -> NodeSequen
 
 
 def find_smallest(graph: ComputationGraph, time_limit: float = 30.0) -> Solution:
-    """The schedule of the smallest peak that is found: what ``budget="min"`` means. It always has a schedule.
+    """The schedule of the smallest peak that is found, improved at that peak: what ``budget="min"`` means.
+
+    It always has a schedule.
 
     Args:
         graph: the problem.
@@ -229,7 +232,10 @@ def find_smallest(graph: ComputationGraph, time_limit: float = 30.0) -> Solution
     """
     started = time.monotonic()
     problem = Problem(graph)
-    sequence = find_smallest_sequence(problem, started + time_limit)
+    deadline = started + time_limit
+    sequence = find_smallest_sequence(problem, deadline)
+    peak = problem.evaluate(sequence).peak_bytes
+    sequence, _ = improve(problem, sequence, peak, min(deadline, time.monotonic() + 2.0 + len(problem) / 400))
     notes: tuple[str, ...] = ("the smallest peak found; a smaller one may exist",)
     nodes = required(problem)
     if nodes:
