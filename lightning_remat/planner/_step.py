@@ -144,10 +144,9 @@ class ScheduledStep:
         self._plan_cache = PlanCache()
         self._call: list[tuple[_Graph, int]] = []  # graphs that the present call has run so far, and their plans
         self._captured_now: list[int] = []  # plans of what the present call has captured, old ones too
-        self._together: dict[
-            tuple[Shapes, _Path], int
-        ] = {}  # plans of the last graph of a path, made for the whole call
-        self._settled: set[tuple[Shapes, _Path]] = set()  # whole paths
+        # Plans that were made for a call as a whole: by its shapes and graphs so far, that of the last of these graphs.
+        self._together: dict[tuple[Shapes, _Path], int] = {}
+        self._settled: set[tuple[Shapes, _Path]] = set()  # whole calls that have been looked at
         self._joint_plans: Counter[Shapes] = Counter()
         self._search: tuple[Search, _Graph] | None = None
         self._to_search: list[_Graph] = []
