@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import lightning.pytorch as pl
 import pytest
@@ -16,7 +17,7 @@ import torch
 
 from lightning_remat import rematerialize
 from lightning_remat.callbacks import RematCallback
-from lightning_remat.planner import Plan, RematConfig, _make, _search, make_plan
+from lightning_remat.planner import Plan, RematConfig, _make, _search, _step, make_plan
 from lightning_remat.planner._plan_cache import PlanCache
 from lightning_remat.planner._search import Search
 from lightning_remat.solvers import Solution, Status, solve
@@ -195,18 +196,40 @@ def test_a_better_plan_is_swapped_in_between_two_steps_with_the_same_bits(monkey
     assert again.plan is not None and again.plan.predicted_seconds == better[-1].predicted_seconds
 
 
-def test_one_search_at_a_time_and_none_for_what_was_searched() -> None:
+class Endless:
+    """A search that finds nothing and goes on."""
+
+    begun: ClassVar[list[Plan]] = []
+    completed = False
+
+    def __init__(self, plan: Plan, _config: RematConfig) -> None:
+        self.begun.append(plan)
+        self.running = True
+
+    def better(self) -> None:
+        return None
+
+    def close(self) -> None:
+        self.running = False
+
+
+def test_one_search_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
-    module = net()
-    step = rematerialize(module, budget=0.5, background=True, time_limit=600.0, cost_model="roofline:A100-40")
-    for length in (256, 320, 384):
+    monkeypatch.setattr(_step, "Search", Endless)
+    monkeypatch.setattr(Endless, "begun", [])
+    step = rematerialize(net(), budget=0.5, background=True, cost_model="roofline:A100-40")
+    for length in (256, 320, 384, 256):
         step(torch.randn(length, 64)).square().mean().backward()
-    assert len(step.plans) == 3
-    assert step._step._search is not None and len(step._step._to_search) == 2
+    first, second, _ = step.plans
+    assert Endless.begun == [first]
+    search, _ = step._step._search
+    search.running = False  # it came to its end
+    for length in (256, 320):
+        step(torch.randn(length, 64)).square().mean().backward()
+    assert Endless.begun == [first, second]
+    assert not PlanCache().path(first.graph, first.budget_bytes, step._step.config).exists()  # it was not completed
     step.close()
     assert step._step._search is None and not step._step._to_search
-    first = step.plans[0]
-    assert not PlanCache().path(first.graph, first.budget_bytes, step._step.config).exists()  # it was not done
 
 
 def test_a_copy_is_captured_anew_and_trains_its_own_weights() -> None:
