@@ -49,8 +49,7 @@ def train(call: Any, module: torch.nn.Module, x: torch.Tensor, steps: int) -> li
     return [*losses, *(p.detach().clone() for p in module.parameters()), torch.get_rng_state()]
 
 
-@pytest.mark.parametrize("share", [0.8, 0.3])
-@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize(("parts", "share"), [(2, 0.8), (2, 0.3), (3, 0.3)])
 def test_graphs_share_one_budget(share: float, parts: int) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
