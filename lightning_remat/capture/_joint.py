@@ -37,6 +37,7 @@ class CapturedGraph:
         nodes: the torch node of each op; ``None`` for one that stands for something outside the graph.
         tensors: the torch node that stands for each tensor; ``None`` for an output that nobody reads.
         node_tensor: tensor index by torch node.
+        updated: the primal that a node's value is written over as soon as it is known; the value lies on its storage.
         calls: what a cost model times for each op; ``None`` for views.
         primals: placeholders of the forward, in calling order.
         tangents: placeholders handed to the backward.
@@ -49,6 +50,7 @@ class CapturedGraph:
     nodes: tuple[Node | None, ...]
     tensors: tuple[Node | None, ...]
     node_tensor: dict[Node, int]
+    updated: dict[Node, Node]
     calls: tuple[OpCall | None, ...]
     primals: tuple[Node, ...]
     tangents: tuple[Node, ...]
@@ -113,7 +115,7 @@ def from_joint(
     _free_running_statistics(module.graph)
     _compact_losses(module.graph)
     outputs = tuple(module.graph.output_node().args[0])  # type: ignore[arg-type]
-    _clone_overwritten_inputs(module.graph, outputs[:num_fwd_outputs], num_fwd_outputs)
+    _clone_overwritten_inputs(module.graph, outputs[:num_fwd_outputs])
     outputs = tuple(module.graph.output_node().args[0])  # type: ignore[arg-type]
     forward_outputs, backward_outputs = outputs[:num_fwd_outputs], outputs[num_fwd_outputs:]
     return _Reader(module, forward_outputs, backward_outputs, set(static_inputs), list(parameters), name).read()
@@ -187,24 +189,16 @@ def _compact_losses(graph: torch.fx.Graph) -> None:
             node.target = _ops.compact(node.target)
 
 
-def _clone_overwritten_inputs(graph: torch.fx.Graph, forward_outputs: Sequence[Any], count: int) -> None:
+def _clone_overwritten_inputs(graph: torch.fx.Graph, forward_outputs: Sequence[Any]) -> None:
     """Ops that read an input which the step overwrites read a copy of it, made first and never again.
 
     AOTAutograd writes the new value back when the forward ends; whatever is evaluated after that must see the old one.
     Batch norm is excepted: it can be evaluated again without its running statistics.
     """
-    descriptions = graph.output_node().meta.get("desc") or [None] * count
-    overwritten = set()
-    for _value, description in zip(forward_outputs, descriptions, strict=False):
-        mutated = getattr(description, "mutated_input", None)
-        if mutated is not None:
-            overwritten.add(getattr(mutated, "idx", None))
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    primals = [n for n in placeholders if "tangents" not in str(n.target)]
     first = next(n for n in graph.nodes if n.op != "placeholder")
     output = graph.output_node()
-    for index, node in enumerate(primals):
-        if index not in overwritten or not is_tensor(node):
+    for node in dict.fromkeys(primal for _value, primal in _new_values(graph, forward_outputs)):
+        if not is_tensor(node):
             continue
         readers = [
             user
@@ -224,6 +218,37 @@ def _clone_overwritten_inputs(graph: torch.fx.Graph, forward_outputs: Sequence[A
         copy.meta["remat_once"] = True
         for user in readers:
             user.replace_input_with(node, copy)
+
+
+def _updated_in_place(graph: torch.fx.Graph, forward_outputs: Sequence[Any]) -> dict[Node, Node]:
+    """New values of buffers that may be written over the old ones at once, as eager does, and those buffers.
+
+    They are batch norm's running statistics and counters (whole numbers: nothing differentiates them), where no other op
+    reads the old value (`_clone_overwritten_inputs` has seen to most of those that did) and none the new one. The others
+    are copied by AOTAutograd when the forward ends.
+    """
+    output = graph.output_node()
+    statistics: dict[Node, list[tuple[Node, Node]]] = {}
+    found: dict[Node, Node] = {}
+    for value, primal in _new_values(graph, forward_outputs):
+        if set(value.users) != {output} or forward_outputs.count(value) > 1 or value.op != "call_function":
+            continue
+        made = _producer(value)
+        if made is value and _ops.counts_in_place(value, primal) and set(primal.users) == {value}:
+            found[value] = primal
+        elif _ops.is_training_batch_norm(made.target, made.args) and primal in made.args[3:5]:
+            statistics.setdefault(made, []).append((value, primal))
+    found.update(pair for pairs in statistics.values() if len(pairs) == 2 for pair in pairs)
+    return found
+
+
+def _new_values(graph: torch.fx.Graph, forward_outputs: Sequence[Any]) -> list[tuple[Node, Node]]:
+    """Forward outputs that are new values of primals, and those primals: AOTAutograd copies them when the forward ends."""
+    primals = [n for n in graph.nodes if n.op == "placeholder" and "tangents" not in str(n.target)]
+    descriptions = graph.output_node().meta.get("desc") or ()
+    written = [getattr(getattr(d, "mutated_input", None), "idx", None) for d in descriptions]
+    pairs = zip(forward_outputs, written, strict=False)
+    return [(value, primals[i]) for value, i in pairs if i is not None and isinstance(value, Node)]
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -264,6 +289,7 @@ class _Reader:
         self.node_tensor: dict[Node, int] = {}
         self.storages: list[int] = []
         self.given_storages: set[int] = set()
+        self.updated = _updated_in_place(module.graph, forward_outputs)
 
     def tensor(
         self, node: Node | None, value: torch.Tensor, name: str, *, on: int | None = None, role: TensorRole
@@ -322,6 +348,7 @@ class _Reader:
             nodes=tuple(nodes),
             tensors=tuple(self.tensor_nodes),
             node_tensor=self.node_tensor,
+            updated=self.updated,
             calls=tuple(calls),
             primals=self.primals,
             tangents=self.tangents,
@@ -415,6 +442,8 @@ class _Reader:
         on = self.tensor_list[read[0]].storage if view else None
         outputs = []
         value = node.meta.get("val")
+        if node in self.updated:
+            on = self._storage_of(self.updated[node])
         if isinstance(value, torch.Tensor):
             outputs.append(self.tensor(node, value, node.name, on=on, role=TensorRole.INTERMEDIATE))
         elif isinstance(value, (tuple, list)):
@@ -424,7 +453,8 @@ class _Reader:
                 if isinstance(item, torch.Tensor):
                     getter = items.get(position)
                     name = getter.name if getter is not None else f"{node.name}[{position}]"
-                    outputs.append(self.tensor(getter, item, name, on=on, role=TensorRole.INTERMEDIATE))
+                    lies = self._storage_of(self.updated[getter]) if getter in self.updated else on
+                    outputs.append(self.tensor(getter, item, name, on=lies, role=TensorRole.INTERMEDIATE))
             for user in duplicates:
                 self.node_tensor[user] = self.node_tensor[items[user.args[1]]]
         random = _ops.is_random(target)
@@ -442,7 +472,10 @@ class _Reader:
             overwritable=self._overwritable(node, outputs),
             module=module_path(node),
         )
-        return op, None if view or not outputs else self._call(node)
+        return op, None if on is not None or not outputs else self._call(node)
+
+    def _storage_of(self, node: Node) -> int:
+        return self.tensor_list[self.node_tensor[node]].storage
 
     def _overwritable(self, node: Node, outputs: Sequence[int]) -> tuple[int, ...]:
         """Inputs whose memory an elementwise op's result may take: of its own shape and strides, alone on their storage.

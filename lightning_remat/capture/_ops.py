@@ -80,6 +80,14 @@ def overwriting(target: Any, first: bool) -> tuple[OpOverload, str] | None:
     return None
 
 
+def counts_in_place(node: torch.fx.Node, over: torch.fx.Node) -> bool:
+    """Whether ``node`` computes whole numbers of ``over``, elementwise, and can write them there."""
+    made, read = node.meta["val"], over.meta["val"]
+    same = (made.dtype, made.shape, made.stride()) == (read.dtype, read.shape, read.stride())
+    whole = same and not made.dtype.is_floating_point and not made.dtype.is_complex
+    return whole and node.all_input_nodes == [over] and overwriting(node.target, node.args[0] is over) is not None
+
+
 def is_padded(target: Any) -> bool:
     """Whether a scalar that the op returns lies on a far larger storage."""
     return target in _PADDED
@@ -99,6 +107,10 @@ def compact(target: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 def is_training_batch_norm(target: Any, args: tuple[Any, ...]) -> bool:
     """Whether the call is a batch norm that computes its statistics from the batch."""
     return target in _BATCH_NORMS and bool(args[5])
+
+
+batch_norm_in_place = aten._native_batch_norm_legit.default
+"""Batch norm in training mode that writes the new running statistics over the old ones: output and batch statistics."""
 
 
 def batch_norm_again(

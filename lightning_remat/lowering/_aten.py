@@ -18,6 +18,7 @@ from lightning_remat.capture import CapturedGraph
 from lightning_remat.capture import _ops as ops
 from lightning_remat.capture._torch import Modules
 from lightning_remat.errors import ScheduleError
+from lightning_remat.graph import Op
 from lightning_remat.lowering._replay import random_state, replaying
 from lightning_remat.schedule import Compute, Schedule
 
@@ -225,8 +226,12 @@ class _Writer:
             state = self.graph.call_function(random_state, (device,))
             state.meta["val"] = self._state_value()
             self.values[("random_state", index)] = state
-        # In the forward the running statistics are still the old ones: they are updated when it ends.
-        after_update = again and self.in_backward
+        updates = self._updates(op)
+        counts = node in self.captured.updated
+        if counts and again:
+            return  # written over a buffer by the first evaluation
+        # In the forward the running statistics are still the old ones where they are updated when it ends.
+        after_update = again and (self.in_backward or bool(updates))
         args, kwargs = torch.fx.node.map_arg(_arguments(node, after_update), self.value)
         target: Callable[..., Any] = node.target  # type: ignore[assignment]
         if again and op.random:
@@ -234,7 +239,11 @@ class _Writer:
             target = replaying(target)
         elif after_update and ops.is_training_batch_norm(target, node.args):
             target = ops.batch_norm_again
-        if over >= 0:
+        elif updates:
+            target = ops.batch_norm_in_place
+        if counts:
+            target, kwargs = self._written_over(node, self.captured.node_tensor[self.captured.updated[node]], kwargs)
+        elif over >= 0:
             target, kwargs = self._overwriting(node, over, kwargs)
         made = self.graph.call_function(target, args, kwargs)
         made.meta = {key: value for key, value in node.meta.items() if key != "from_node"}
@@ -246,23 +255,36 @@ class _Writer:
             original = self.captured.tensors[tensor]
             if original is None or tensor in self.values:
                 continue
+            if tensor in updates and not again:
+                self._bind(tensor, self.value(updates[tensor]))
+                continue
             if target is ops.batch_norm_again and position > 2:
                 continue  # the running statistics were updated once, by the first evaluation
             item = self.graph.call_function(operator.getitem, (made, position))
             item.meta = dict(original.meta)
             self._bind(tensor, item)
 
+    def _updates(self, op: Op) -> dict[int, Node]:
+        """The outputs that are written over a primal, and that primal."""
+        found = {
+            t: self.captured.updated.get(node) for t in op.outputs if (node := self.captured.tensors[t]) is not None
+        }
+        return {t: primal for t, primal in found.items() if primal is not None}
+
     def _overwriting(self, node: Node, over: int, kwargs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
         """The call's form that writes over tensor ``over``; whatever lies there is gone."""
+        form = self._written_over(node, over, kwargs)
+        for tensor in _lying_with(self.captured, over):
+            self.values.pop(tensor, None)
+        return form
+
+    def _written_over(self, node: Node, over: int, kwargs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
         first = self.captured.node_tensor.get(node.args[0]) == over  # type: ignore[arg-type]
         form = ops.overwriting(node.target, first)
         if form is None:
             raise ScheduleError(f"{node.name} cannot overwrite its input: the schedule was not verified")
         target, out = form
-        kwargs = {**kwargs, out: self.values[over]} if out else kwargs
-        for tensor in _lying_with(self.captured, over):
-            self.values.pop(tensor, None)
-        return target, kwargs
+        return target, {**kwargs, out: self.values[over]} if out else kwargs
 
     def _bind(self, tensor: int, made: Node) -> None:
         self.values.setdefault(tensor, made)

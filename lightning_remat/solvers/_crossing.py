@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator
 
 from lightning_remat.solvers._blocks import finish
 from lightning_remat.solvers._moments_program import MomentsProgram
+from lightning_remat.solvers._neighbourhood import LONGEST
 from lightning_remat.solvers._problem import NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers._prune import drop_unused, once
 from lightning_remat.solvers._registry import Answer, register
@@ -31,9 +32,6 @@ from lightning_remat.solvers._rollout import rollout
 from lightning_remat.solvers._solution import Status
 
 BACKWARD_AFTER_FORWARD = "any schedule that runs the backward after the forward, in any order"
-
-LONGEST = 4
-"""Evaluations a node after which a schedule is not looked at."""
 
 
 class CrossingProgram(MomentsProgram):
@@ -148,7 +146,4 @@ def crossing(
         found, smallest = schedules(problem, program, steps, budget_bytes, attempts, deadline)
     notes = (f"{len(found)} schedules fit, the smallest peak met is {smallest:,} bytes",)
     best = finish(problem, found, budget_bytes, deadline, attempts)
-    if best is None:
-        status = Status.TIMEOUT if time.monotonic() > deadline else Status.INFEASIBLE
-        return Answer(None, status, bound or 0.0, BACKWARD_AFTER_FORWARD, notes=notes)
-    return Answer(best, Status.FEASIBLE, bound or 0.0, BACKWARD_AFTER_FORWARD, notes=notes)
+    return Answer.of_search(best, deadline, bound or 0.0, BACKWARD_AFTER_FORWARD, notes=notes)

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.solvers._blocks import finish
-from lightning_remat.solvers._crossing import CrossingProgram
+from lightning_remat.solvers._crossing import CrossingProgram, rollouts
 from lightning_remat.solvers._greedy import smallest, starts
 from lightning_remat.solvers._improve import improve
 from lightning_remat.solvers._neighbourhood import LONGEST
@@ -144,17 +144,12 @@ def lower_peak(problem: PlainProblem, sequence: NodeSequence, target_bytes: int,
 
 def beginnings(problem: PlainProblem, deadline: float, solver: str = "CBC") -> Iterator[NodeSequence]:
     """Schedules to descend from."""
-    forward = frozenset(v for v, made in enumerate(problem.producer) if 0 <= made < problem.boundary)
     with contextlib.closing(CrossingProgram(problem, solver)) as program:
         for share in SHARES:
             left = deadline - time.monotonic()
             if left < 0 or program.solve(share * program.all_bytes, left) is None:
                 break
-            keep = program.kept()
-            for forget in (frozenset[int](), forward - keep):
-                sequence = rollout(problem, keep, forget)
-                if len(sequence.nodes) <= LONGEST * len(problem):
-                    yield drop_unused(problem, sequence)
+            yield from rollouts(problem, program.kept())
     boundaries = sorted(starts(problem, deadline), key=lambda one: one[0].peak_bytes)
     for _, keep in boundaries[:4]:
         yield drop_unused(problem, rollout(problem, keep))
@@ -188,10 +183,7 @@ def descent(problem: Problem, budget_bytes: int, *, deadline: float, enough: int
             fits.append(lowered)
     notes = (f"{len(fits)} of {tried} descents reached the budget",)
     best = finish(problem, fits, budget_bytes, deadline, attempts)
-    if best is None:
-        status = Status.TIMEOUT if time.monotonic() > deadline else Status.INFEASIBLE
-        return Answer(None, status, notes=notes)
-    return Answer(best, Status.FEASIBLE, notes=notes)
+    return Answer.of_search(best, deadline, notes=notes)
 
 
 def least_bytes(problem: PlainProblem, node: int) -> int:

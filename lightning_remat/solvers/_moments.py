@@ -192,7 +192,4 @@ def moments(
         least = max(least, branch(problem, chosen, budget_bytes, until, solver))
     names = ", ".join(problem.name(node) for node in chosen[-1]) or "none"
     notes = (f"{len(found)} schedules fit; moments beside the crossing: {names}",)
-    if best is None:
-        status = Status.TIMEOUT if time.monotonic() > deadline else Status.INFEASIBLE
-        return Answer(None, status, least, BACKWARD_AFTER_FORWARD, notes=notes)
-    return Answer(best, Status.FEASIBLE, least, BACKWARD_AFTER_FORWARD, notes=notes)
+    return Answer.of_search(best, deadline, least, BACKWARD_AFTER_FORWARD, notes=notes)

@@ -41,6 +41,14 @@ class Answer:
     method: str = ""
     notes: tuple[str, ...] = ()
 
+    @classmethod
+    def of_search(
+        cls, best: NodeSequence | None, deadline: float, bound: float = 0.0, scope: str = "", *, notes: tuple[str, ...]
+    ) -> Answer:
+        """What a search without a proof of its own ends with: the best that it found, or why there is none."""
+        missed = Status.TIMEOUT if time.monotonic() > deadline else Status.INFEASIBLE
+        return cls(best, missed if best is None else Status.FEASIBLE, bound, scope, notes=notes)
+
 
 class Algorithm(Protocol):
     """A solver: takes the problem, a budget in bytes, a deadline (`time.monotonic`), and its own keyword options."""
