@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What needs a GPU: the tests marked so, and the peers table on CUDA, in bfloat16 and at sizes that people train.
 #
-#   PYTHON=python3 benchmarks/gpu.sh [arguments of peers.py, such as --network gpt2 --steps 20 --no-inductor]
+#   PYTHON=python3 benchmarks/gpu.sh [arguments of peers.py, such as --network gpt2 --steps 20 --inductor-budgets 1.0]
 #
 # Results go to benchmarks/results/peers-gpu-cuda.json and .png.
 set -euo pipefail

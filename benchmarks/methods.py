@@ -43,23 +43,22 @@ class Method:
 
 def all_methods(
     budgets: Sequence[float | str],
-    inductor: bool = True,
     memory_budgets: Sequence[float] = MEMORY_BUDGETS,
+    inductor_budgets: Sequence[float] = MEMORY_BUDGETS,
     time_limit: float | None = None,
 ) -> list[Method]:
     """Eager first, then the peers, then this project.
 
     Args:
         budgets: of this project: shares, sizes or ``"min"``; a row each.
-        inductor: whether PyTorch's budget is tried under Inductor too, which needs a C++ compiler.
         memory_budgets: values of PyTorch's `activation_memory_budget`; a row each.
+        inductor_budgets: those that are tried under Inductor too, which needs a C++ compiler.
         time_limit: of this project's planner, in seconds; by default its own.
     """
     methods = [Method(EAGER, "eager", _eager), Method(CHECKPOINT, "per-block checkpoint", _checkpointed)]
-    for backend, family, said in ((_aten, ATEN, "ATen"), (_inductor, INDUCTOR, "Inductor")):
-        if family == INDUCTOR and not inductor:
-            continue
-        for value in memory_budgets:
+    pytorch = ((_aten, ATEN, "ATen", memory_budgets), (_inductor, INDUCTOR, "Inductor", inductor_budgets))
+    for backend, family, said, values in pytorch:
+        for value in values:
             prepare = functools.partial(_pytorch_budget, backend=backend, value=value)
             methods.append(Method(family, f"activation_memory_budget {value:g}, {said}", prepare, value))
     for budget in budgets:

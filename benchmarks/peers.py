@@ -115,6 +115,7 @@ def compare(
     workload: networks.Workload,
     methods: Sequence[Method],
     steps: int,
+    duels: int = 0,
     say: Callable[[str], None] = lambda _text: None,
     at_peers: Callable[[int, str], Method] | None = None,
 ) -> list[Row]:
@@ -124,6 +125,7 @@ def compare(
         workload: the network; it is copied and left as it is.
         methods: one row each, peers first.
         steps: timed steps of each.
+        duels: further ones of the rows that are compared: this project's at a peer's peak, and that peer's.
         say: told in words what is being done.
         at_peers: makes a method of a peer's peak and of the words for it, to run there; see `benchmarks.peers_verdict`.
 
@@ -137,6 +139,7 @@ def compare(
         _take_turns(runners, WARM_UP)
         for runner in runners:
             runner.row.seconds = min(runner.times, default=None)
+        _forget_times(runners)
         for group in to_match([runner.row for runner in runners]):
             smallest = group[0]
             assert smallest.total_peak_bytes and smallest.peak_bytes
@@ -147,7 +150,10 @@ def compare(
     running = sum(runner.row.status == "ok" for runner in runners)
     say(f"timing {running} methods, {WARM_UP} rounds to warm up and {steps} more")
     _take_turns(runners, WARM_UP)
+    _forget_times(runners)
     _take_turns(runners, steps)
+    opponents = {name for runner in runners for name in runner.row.opponents}
+    _take_turns([one for one in runners if one.row.opponents or one.row.method in opponents], duels)
     for runner in runners:
         if runner.row.status == "ok":
             runner.row.round_seconds = runner.times
@@ -174,17 +180,20 @@ def _measured(method: Method, workload: networks.Workload, reference: Facts, say
 
 
 def _take_turns(runners: Sequence[Runner], rounds: int) -> None:
-    """One timed step of each, ``rounds`` times, every other time in the reverse order."""
-    for runner in runners:
-        runner.times = []
+    """One timed step more of each, ``rounds`` times, every other time in the reverse order."""
     for number in range(rounds):
         for runner in runners if number % 2 == 0 else reversed(runners):
             if runner.row.status == "ok":
                 graphs = _graphs_captured()
                 with _failing_into(runner):
-                    runner.times.append(runner.timed_step(seed=3 + number))
+                    runner.times.append(runner.timed_step(seed=3 + len(runner.times)))
                 if _graphs_captured() != graphs:
                     runner.row.note = "captured again while it was timed"
+
+
+def _forget_times(runners: Sequence[Runner]) -> None:
+    for runner in runners:
+        runner.times = []
 
 
 def _runner(method: Method, workload: networks.Workload) -> Runner:
@@ -342,13 +351,22 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each method")
     parser.add_argument(
-        "--no-inductor", dest="inductor", action="store_false", help="leave Inductor out (it needs a C++ compiler)"
+        "--duels",
+        type=int,
+        default=0,
+        help="further timed steps of what is compared: a peer and this project at its peak",
     )
     parser.add_argument(
         "--budgets", nargs="+", type=_budget, default=BUDGETS, help="this project's: shares, sizes, min or peers"
     )
     parser.add_argument(
         "--memory-budgets", nargs="*", type=float, default=MEMORY_BUDGETS, help="PyTorch's: activation_memory_budget"
+    )
+    parser.add_argument(
+        "--inductor-budgets",
+        nargs="*",
+        type=float,
+        help="the same under Inductor (needs a C++ compiler); default: as above",
     )
     parser.add_argument("--time-limit", type=float, help="seconds of this project's planner; default: its own")
     parser.add_argument("--out", type=Path, help="the JSON file; the picture goes beside it")
@@ -361,6 +379,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error("--steps: give at least 1")
+    if options.inductor_budgets is None:
+        options.inductor_budgets = options.memory_budgets
     if options.deterministic is None:
         options.deterministic = options.device.startswith("cuda")
     return options
@@ -380,8 +400,9 @@ def _in_own_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(file), "--network", name]
         command += ["--size", options.size, "--device", options.device, "--steps", str(options.steps)]
         command += ["--deterministic" if options.deterministic else "--no-deterministic"]
-        command += [] if options.inductor else ["--no-inductor"]
-        command += ["--budgets", *map(str, options.budgets), "--memory-budgets", *map(str, options.memory_budgets)]
+        command += ["--duels", str(options.duels)]
+        for option in ("budgets", "memory_budgets", "inductor_budgets"):
+            command += [f"--{option.replace('_', '-')}", *map(str, getattr(options, option))]
         command += [] if options.time_limit is None else ["--time-limit", str(options.time_limit)]
         # Costs measured from scratch: the planning seconds of the first budget are those of a first run.
         environment = {**os.environ, "LIGHTNING_REMAT_CACHE": str(Path(folder) / "costs")}
@@ -408,8 +429,9 @@ def _work(options: argparse.Namespace) -> None:
     budgets = [one for one in options.budgets if one != AT_PEERS]
     rows = compare(
         workload,
-        all_methods(budgets, options.inductor, options.memory_budgets, options.time_limit),
+        all_methods(budgets, options.memory_budgets, options.inductor_budgets, options.time_limit),
         options.steps,
+        options.duels,
         say=lambda text: print(f"{name}: {text}", file=sys.stderr, flush=True),
         at_peers=functools.partial(at_bytes, time_limit=options.time_limit) if AT_PEERS in options.budgets else None,
     )

@@ -40,7 +40,7 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str
     """One run on a tiny network with dropout: what it wrote and printed, and where."""
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("peers")
-    options = "--network vit --size tiny --steps 2 --time-limit 2 --no-inductor --memory-budgets 0.3"
+    options = "--network vit --size tiny --steps 2 --time-limit 2 --memory-budgets 0.3 --inductor-budgets --duels 1"
     options += " --budgets 1.0 0.01 peers min"
     ended = run(ROOT / "benchmarks" / "peers.py", *options.split(), "--out", folder / "peers.json", folder=folder)
     assert ended.returncode == 0, ended.stderr
@@ -55,7 +55,7 @@ def rows_of(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
 class TestPeers:
     def test_every_method_has_a_row(self, peers: tuple[dict[str, Any], str, Path]) -> None:
         data, printed, folder = peers
-        methods = [method.name for method in all_methods([1.0, 0.01, "min"], inductor=False, memory_budgets=[0.3])]
+        methods = [method.name for method in all_methods([1.0, 0.01, "min"], memory_budgets=[0.3], inductor_budgets=[])]
         *peer, unscheduled, share, smallest = methods
         opponents = [method for method, row in rows_of(data).items() if row["opponents"]]
         assert opponents and list(rows_of(data)) == [*peer, *opponents, unscheduled, share, smallest]
@@ -84,7 +84,9 @@ class TestPeers:
             for peer in row["opponents"]:
                 assert rows[peer]["bitwise"] and rows[peer]["family"] != OURS
                 assert row["total_peak_bytes"] <= row["budget_bytes"] <= rows[peer]["total_peak_bytes"]
-                assert len(row["round_seconds"]) == len(rows[peer]["round_seconds"]) == 2
+                assert (
+                    len(row["round_seconds"]) == len(rows[peer]["round_seconds"]) == 3
+                )  # a step in two rounds, and a duel
 
     def test_the_verdict_is_written_and_printed(self, peers: tuple[dict[str, Any], str, Path]) -> None:
         data, printed, _ = peers
