@@ -235,9 +235,11 @@ def _point(peer: Row, rows: Sequence[Row], matched: Sequence[Row]) -> Point:
     point.ours, point.ours_peak_bytes = ours.method, ours.peak_bytes
     point.prediction_error, point.bitwise = ours.prediction_error, ours.bitwise
     point.troubles = _faults(ours)
-    if ours.seconds:
-        point.ratio = ours.seconds / peer.seconds
-        ratios = [one / other for one, other in zip(ours.round_seconds, peer.round_seconds, strict=True)]
+    rounds = list(zip(ours.round_seconds, peer.round_seconds, strict=False))  # those without a duel ran fewer
+    if rounds:
+        own_seconds, peer_seconds = zip(*rounds, strict=True)
+        point.ratio = statistics.median(own_seconds) / statistics.median(peer_seconds)
+        ratios = [one / other for one, other in rounds]
         if len(ratios) > 1:
             point.ratio_low, _, point.ratio_high = statistics.quantiles(ratios, n=4, method="inclusive")
         if point.ratio > SLOWER and not better:

@@ -84,9 +84,8 @@ class TestPeers:
             for peer in row["opponents"]:
                 assert rows[peer]["bitwise"] and rows[peer]["family"] != OURS
                 assert row["total_peak_bytes"] <= row["budget_bytes"] <= rows[peer]["total_peak_bytes"]
-                assert (
-                    len(row["round_seconds"]) == len(rows[peer]["round_seconds"]) == 3
-                )  # a step in two rounds, and a duel
+                # A step in each of two rounds, and a duel.
+                assert len(row["round_seconds"]) == len(rows[peer]["round_seconds"]) == 3
 
     def test_the_verdict_is_written_and_printed(self, peers: tuple[dict[str, Any], str, Path]) -> None:
         data, printed, _ = peers
@@ -182,11 +181,11 @@ class TestVerdict:
     @pytest.mark.parametrize(
         ("method", "changes", "trouble"),
         [
-            ("at 600", {"seconds": 1.25}, "slower"),
+            ("at 600", {"seconds": 1.25, "round_seconds": [1.25, 1.3, 1.25, 1.0]}, "slower"),
             ("at 600", {"total_peak_bytes": 701}, "over its budget"),
             ("at 600", {"same_buffers": False}, "other bits"),
             ("at 600", {"prediction_error": -0.02}, "predicted wrongly"),
-            ("at 600", {"status": "infeasible", "seconds": None}, "infeasible"),
+            ("at 600", {"status": "infeasible", "seconds": None, "round_seconds": []}, "infeasible"),
             ("at 600", {"opponents": []}, "slower"),  # then "at 400" is all there is
             ("min", {"peak_bytes": 330, "total_peak_bytes": 430}, "smallest peak"),
             ("min", {"same_loss": False}, "other bits"),
