@@ -8,12 +8,14 @@
 #
 #   PYTHON=python3.12        the interpreter that .venv is made with
 #   TORCH='torch==2.12.*'    the torch to install (a plain `torch` may bring gigabytes of CUDA libraries along)
+#   WORKERS=2                processes that share the tests
 #   ARGS='-k budget'         handed on to pytest, the demo or the benchmark
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
 TORCH ?= torch==2.13.0
 VENV ?= .venv
+WORKERS ?= 2
 DEMO ?= examples/byte_gpt/train.py
 ARGS ?=
 
@@ -30,7 +32,7 @@ test: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist loadfile $(ARGS)
 
 benchmark: install
 	$(BIN)/python benchmarks/peers.py $(ARGS)

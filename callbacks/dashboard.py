@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import Logger
+from lightning_utilities.core.rank_zero import rank_zero_info
+from rich.console import Console
 
 from lightning_remat.errors import RematError
 from lightning_remat.planner import Plan, RematWarning
-from lightning_remat.report import timeline_figure
+from lightning_remat.report import plan_table, timeline_figure
 
 GIB = 1024**3
+
+TABLE_WIDTH = 130
+"""Characters."""
 
 
 def plan_metrics(plan: Plan) -> dict[str, float]:
@@ -42,6 +48,19 @@ def log_metrics(trainer: pl.Trainer, metrics: dict[str, float]) -> None:
     step = trainer.fit_loop.epoch_loop._batches_that_stepped
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=step)
+
+
+def show_plan(trainer: pl.Trainer, plan: Plan) -> None:
+    """A table with the plan, where the progress bar is not disturbed; on the first of several processes."""
+    if not trainer.is_global_zero:
+        return
+    text = io.StringIO()
+    Console(file=text, width=TABLE_WIDTH).print(plan_table({plan.graph.name: plan}, title="Rematerialization"))
+    bar = trainer.progress_bar_callback
+    if bar is not None and bar.is_enabled:
+        bar.print(text.getvalue())
+    else:
+        rank_zero_info(text.getvalue())
 
 
 def write_plan(trainer: pl.Trainer, plan: Plan, number: int) -> Path | None:

@@ -34,6 +34,7 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     early: bool  # may be made before the step returns, when the step asks for what it gives
+    on_list: bool = False
     done: bool = False
     result: Any = None
 
@@ -93,6 +94,15 @@ class Deferred:
             for call in self.calls:
                 call.make()
             return apply_to_collection(output, DeferredValue, value_of)
+        finally:
+            self.calls.clear()
+
+    def drop(self) -> None:
+        """Forget what was written down, but for what is appended to lists: another run of the step has logged it."""
+        try:
+            for call in self.calls:
+                if call.on_list:
+                    call.make()
         finally:
             self.calls.clear()
 
@@ -210,11 +220,11 @@ class GrowingList:
 
     def append(self, value: Any) -> None:
         """Write down that ``value`` is to be appended."""
-        self._deferred.calls.append(_Call(self._append, (value,), {}, early=True))
+        self._deferred.calls.append(_Call(self._append, (value,), {}, early=True, on_list=True))
 
     def extend(self, values: Any) -> None:
         """Write down that ``values`` are to be appended."""
-        self._deferred.calls.append(_Call(self._extend, (list(values),), {}, early=True))
+        self._deferred.calls.append(_Call(self._extend, (list(values),), {}, early=True, on_list=True))
 
     def __iadd__(self, values: Any) -> GrowingList:
         self.extend(values)

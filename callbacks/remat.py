@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_remat.callbacks.dashboard import log_metrics, measured_metrics, plan_metrics, write_plan
-from lightning_remat.callbacks.deferred import Deferred
-from lightning_remat.callbacks.optimizer_state import optimizer_state_bytes
-from lightning_remat.callbacks.own_state import OwnState
+from lightning_remat.callbacks.dashboard import log_metrics, measured_metrics, plan_metrics, show_plan, write_plan
+from lightning_remat.callbacks.distributed import held_on_device
+from lightning_remat.callbacks.module_state import ModuleState
 from lightning_remat.callbacks.progress import PlanningProgress
+from lightning_remat.callbacks.training_data import TrainingData
+from lightning_remat.callbacks.training_step import TrainingStep
 from lightning_remat.errors import ConfigError
-from lightning_remat.measure import PeakMemory, held_bytes, track_peak
-from lightning_remat.planner import Plan, RematConfig, RematWarning, ScheduledStep, Surroundings
+from lightning_remat.measure import PeakMemory, track_peak
+from lightning_remat.planner import Plan, RematConfig, RematWarning, ScheduledStep
 
 
 class RematCallback(Callback):
@@ -47,11 +47,13 @@ class RematCallback(Callback):
         measure: measure the peak of the step after each new plan, and at every logging interval. On the CPU the measured
             steps run under torch's profiler.
         artifacts: save each plan (JSON) and its memory timeline (PNG) in the log directory.
+        plan_only: plan the first batch, say and save what was found, and stop before anything is trained.
 
     Attributes:
         plan: the plan that ran last; ``None`` before the first batch.
         plans: all plans of this fit.
         measured_peak_bytes: the largest measured peak of a step under ``plan``, everything counted; ``None`` if unmeasured.
+        training_step: what the strategy runs during a fit; ``None`` before and after, and where nothing can be scheduled.
 
     Raises:
         ConfigError: for an option that cannot be used, or (in ``setup``) for a strategy or a compiled module that is not
@@ -78,6 +80,7 @@ class RematCallback(Callback):
         solver_options: Mapping[str, Any] | None = None,
         measure: bool = True,
         artifacts: bool = True,
+        plan_only: bool = False,
     ) -> None:
         super().__init__()
         self.config = RematConfig.from_mapping(
@@ -96,10 +99,13 @@ class RematCallback(Callback):
         self.reserve = reserve
         self.measure = measure
         self.artifacts = artifacts
+        self.plan_only = plan_only
         self.measured_peak_bytes: int | None = None
-        self._step: ScheduledStep | None = None
+        self.training_step: TrainingStep | None = None
+        self._step: ScheduledStep | None = None  # kept after the fit: its plans can be read
         self._announced = 0
         self._measure_next = False
+        self._limit: int | float | None = None  # `limit_train_batches`, while nothing is trained
         self._tracker = contextlib.ExitStack()
         self._tracked: tuple[PeakMemory, int] | None = None
 
@@ -132,10 +138,11 @@ class RematCallback(Callback):
         if stage != "fit":
             return
         strategy = trainer.strategy
-        if not isinstance(strategy, SingleDeviceStrategy) or trainer.world_size > 1:
+        supported = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy))
+        if not supported or isinstance(strategy, DeepSpeedStrategy):
             raise ConfigError(
-                f"RematCallback trains on one device so far, and this Trainer uses {type(strategy).__name__} on "
-                f"{trainer.world_size}: use Trainer(devices=1, strategy='auto'), or take the callback out."
+                f"RematCallback works on one device and with DDP so far, and this Trainer uses {type(strategy).__name__}: use "
+                "Trainer(strategy='auto') or Trainer(strategy='ddp'), or take the callback out."
             )
         device = strategy.root_device
         if device.type not in ("cpu", "cuda"):
@@ -147,47 +154,50 @@ class RematCallback(Callback):
             )
 
     @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        parameters = inspect.signature(pl_module.training_step).parameters
-        if "dataloader_iter" in parameters:
-            rank_zero_warn(
-                "training_step takes a dataloader_iter: the step is not one function of a batch, and runs as before, "
-                "without rematerialization",
-                category=RematWarning,
-            )
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self.plan_only:
             return
+        progress = PlanningProgress()
+        step = self._scheduled(trainer, pl_module, progress)
+        if step is not None:
+            state = ModuleState(pl_module, trainer.strategy.root_device)
+            try:
+                step.rehearse(TrainingData(trainer, pl_module).first())
+            finally:
+                state.restore()
+                progress.stop()
+            self._announce(trainer)
+        self._limit = trainer.limit_train_batches
+        trainer.limit_train_batches = 0  # what `should_stop` does not do where `min_epochs` is set
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         progress = PlanningProgress()
 
         def planning(words: str) -> None:
             self._stop_tracking()  # what planning allocates is not the step's
             progress(words)
 
-        deferred, own_state = Deferred(pl_module), OwnState(pl_module)
-        step = ScheduledStep(
-            pl_module.training_step,
-            self.config,
-            surroundings=partial(self._surroundings, trainer, pl_module),
-            name=f"{type(pl_module).__name__}.training_step",
-            progress=planning,
-            dynamic_sources=lambda: own_state.sources,
-            leave_alone=True,
-        )
-        self._step, self._announced, self._measure_next, self.measured_peak_bytes = step, 0, False, None
-        strategy = trainer.strategy
+        step = self._scheduled(trainer, pl_module, planning)
+        if step is not None:
+            self.training_step = step
+            step.install(after=progress.stop)
 
-        def training_step(*args: Any, **kwargs: Any) -> Any:
-            try:
-                with strategy.precision_plugin.train_step_context():
-                    with own_state.watched(), deferred.active():
-                        output = step(*args, **kwargs)
-                    for name in own_state.lists:
-                        deferred.stand_in_for(name)
-                    return deferred.settle(output)
-            finally:
-                progress.stop()
-
-        # The strategy, not the module, is patched: copies, checkpoints and pickles of the module are what they were.
-        strategy.training_step = training_step  # type: ignore[method-assign]
+    def _scheduled(
+        self, trainer: pl.Trainer, module: pl.LightningModule, progress: Callable[[str], None]
+    ) -> TrainingStep | None:
+        """The step of a new fit; ``None``, with a warning, where it cannot be scheduled."""
+        self._step, self._announced, self._measure_next, self.measured_peak_bytes = None, 0, False, None
+        if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+            rank_zero_warn(
+                "training_step takes a dataloader_iter: the step is not one function of a batch, and runs as before, "
+                "without rematerialization",
+                category=RematWarning,
+            )
+            return None
+        step = TrainingStep(trainer, module, self.config, reserve=self.reserve, progress=progress)
+        self._step = step.scheduled
+        return step
 
     @override
     def on_train_batch_start(
@@ -202,7 +212,7 @@ class RematCallback(Callback):
         if not (self._measure_next or (due and self._step.plans)):
             return
         device = trainer.strategy.root_device
-        held = held_bytes(pl_module, trainer.optimizers, batch, gradients=True, device=device)
+        held = held_on_device(trainer, pl_module, batch)
         peak = self._tracker.enter_context(track_peak(device))
         self._tracked = (peak, held)
 
@@ -215,29 +225,38 @@ class RematCallback(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._end_tracking(trainer)
+        self._announce(trainer)
+
+    @override
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._undo()
+
+    @override
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._undo()
+
+    @override
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._undo()
+        if self._limit is not None:
+            trainer.limit_train_batches, self._limit = self._limit, None
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _announce(self, trainer: pl.Trainer) -> None:
+        """Say, log and save the plans that are new."""
         if self._step is None:
             return
         for number, plan in enumerate(self._step.plans[self._announced :], start=self._announced + 1):
             self._measure_next = True  # the next step of this kind: this one was disturbed by planning
-            rank_zero_info(f"{plan.graph.name}: {plan.summary()}")
+            if number == 1:
+                show_plan(trainer, plan)
+            else:
+                rank_zero_info(f"{plan.graph.name}: {plan.summary()}")
             log_metrics(trainer, plan_metrics(plan))
             if self.artifacts:
                 write_plan(trainer, plan, number)
         self._announced = len(self._step.plans)
-
-    @override
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._undo(trainer)
-
-    @override
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._undo(trainer)
-
-    @override
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._undo(trainer)
-
-    # -- inside -------------------------------------------------------------------------------------------------------
 
     def _end_tracking(self, trainer: pl.Trainer) -> None:
         if self._tracked is None or self._step is None:
@@ -252,31 +271,12 @@ class RematCallback(Callback):
         self.measured_peak_bytes = max(measured, self.measured_peak_bytes or 0)
         log_metrics(trainer, measured_metrics(plan, measured))
 
-    def _surroundings(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Surroundings:
-        """What the device holds: the module, its gradients, and the optimizers' state."""
-        device = trainer.strategy.root_device
-        return Surroundings(
-            module_bytes=held_bytes(pl_module, device=device),
-            trainable_bytes=held_bytes([p for p in pl_module.parameters() if p.requires_grad], device=device),
-            resident_bytes=optimizer_state_bytes(trainer.optimizers, device) + self.reserve,
-            accumulating=_accumulates(trainer),
-            held_bytes=held_bytes(pl_module, trainer.optimizers, gradients=True, device=device),
-        )
-
     def _stop_tracking(self) -> None:
         self._tracked = None
         self._tracker.close()
 
-    def _undo(self, trainer: pl.Trainer) -> None:
+    def _undo(self) -> None:
         self._stop_tracking()
-        if self._step is not None:
-            self._step.close()
-        strategy = getattr(trainer, "strategy", None)
-        if strategy is not None:
-            strategy.__dict__.pop("training_step", None)
-
-
-def _accumulates(trainer: pl.Trainer) -> bool:
-    """Whether gradients are accumulated over batches, now or in an epoch to come."""
-    schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
-    return trainer.accumulate_grad_batches > 1 or any(max(s.scheduling.values()) > 1 for s in schedulers)
+        if self.training_step is not None:
+            self.training_step.remove()
+            self.training_step = None

@@ -173,7 +173,7 @@ def _refused(given: object, why: str) -> BudgetError:
 # -- what a device has ------------------------------------------------------------------------------------------------
 
 
-def device_bytes(device: torch.device | str, margin: float = 0.05, held_bytes: int = 0) -> int:
+def device_bytes(device: torch.device | str, margin: float = 0.05, held_bytes: int = 0, *, processes: int = 1) -> int:
     """Bytes that a training step of this process may use on ``device``, all that it holds already included.
 
     On CUDA that is what is free plus what this process's allocator has reserved, within the fraction that
@@ -186,6 +186,8 @@ def device_bytes(device: torch.device | str, margin: float = 0.05, held_bytes: i
         held_bytes: what the step holds on the device already (parameters, buffers, optimizer state; see
             `lightning_remat.measure.held_bytes`). Counted on CPU only: there it is missing from what is available. On CUDA
             the allocator knows it, and it is not counted a second time.
+        processes: how many processes on this machine divide its memory among them. Counted on CPU only: each has a CUDA
+            device of its own.
 
     Returns:
         Bytes, rounded down.
@@ -203,7 +205,7 @@ def device_bytes(device: torch.device | str, margin: float = 0.05, held_bytes: i
         if share is not None:
             limit = min(limit, int(share(where) * total))
     else:
-        limit = _cpu_available_bytes() + held_bytes
+        limit = _cpu_available_bytes() // processes + held_bytes
     return int(Fraction(limit) * (1 - Fraction(str(margin))))
 
 

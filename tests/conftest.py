@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,10 @@ from lightning_remat.planner import _plan_cache
 # Times say nothing about correctness, and the machines are noisy. The same examples every time: a failure is a failure.
 settings.register_profile("project", deadline=None, derandomize=True)
 settings.load_profile("project")
+
+# Processes that share the tests share the cores too.
+if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
+    torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
 
 
 @pytest.fixture(autouse=True)

@@ -473,14 +473,6 @@ def test_a_user_compiled_module_is_refused():
         trainer(callback()).fit(torch.compile(Classifier()), loader(16))
 
 
-@pytest.mark.parametrize(("strategy", "devices"), [("ddp", 2), ("ddp_spawn", 2), ("ddp", 1)])
-def test_ddp_is_refused_by_name(strategy, devices):
-    runner = trainer(callback(), strategy=strategy, devices=devices)
-    with pytest.raises(ConfigError, match=r"DDPStrategy.*strategy='auto'"):
-        runner.callbacks[0].setup(runner, Classifier(), "fit")
-    runner.callbacks[0].setup(runner, Classifier(), "validate")
-
-
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [

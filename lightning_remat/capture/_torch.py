@@ -10,6 +10,7 @@ What is used and why:
 * ``FakeTensorMode._dispatch_impl``: some fake results have other strides than the real ones (see ``_layouts``).
 * ``_inductor.config.fallback_random``: without it, AOTAutograd drops random ops whose result nobody reads; eager draws them.
 * ``TorchInGraphFunctionVariable._get_handlers``: Dynamo's own decomposition of ``addcdiv`` (see `whole_ops` for AOTAutograd's).
+* ``distributed_c10d._get_default_store``: where processes that train together leave notes for each other.
 * ``_dynamo.config``: the recompile limit, logging calls and DDP's graph splitting are set while a step runs, and put back.
 """
 
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch.distributed
 import torch.fx
 from torch._C import DispatchKey
 from torch._dynamo import utils as dynamo_utils
@@ -51,6 +53,7 @@ __all__ = [
     "boxed",
     "capture_failures",
     "compile_frame",
+    "default_store",
     "dynamo_counters",
     "fake_tensors",
     "hint",
@@ -304,6 +307,15 @@ def compile_frame(function: Callable[..., Any], backend: Callable[..., Any]) -> 
     """``function`` captured by Dynamo, one graph a shape."""
     compiled: Callable[..., Any] = torch.compile(function, backend=backend, dynamic=False)
     return compiled
+
+
+def default_store() -> Any:
+    """The key-value store of the processes that train together.
+
+    Raises:
+        ValueError: where ``torch.distributed`` is not initialized.
+    """
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def tensor_leaves(tree: Any) -> list[torch.Tensor]:

@@ -1,9 +1,20 @@
 """Budget and graph to plan, and the captured step that runs it."""
 
+from lightning_remat.planner._agreement import Agreement
+from lightning_remat.planner._batch_size import BatchSizes
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._make import make_plan
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._step import RematWarning, ScheduledStep
 from lightning_remat.planner._surroundings import Surroundings
 
-__all__ = ["Plan", "RematConfig", "RematWarning", "ScheduledStep", "Surroundings", "make_plan"]
+__all__ = [
+    "Agreement",
+    "BatchSizes",
+    "Plan",
+    "RematConfig",
+    "RematWarning",
+    "ScheduledStep",
+    "Surroundings",
+    "make_plan",
+]

@@ -30,6 +30,7 @@ def make_plan(
     config: RematConfig,
     *,
     held_bytes: int = 0,
+    replay_bytes: int = 0,
     cost_seconds: float = 0.0,
     progress: Progress | None = None,
     cache: PlanCache | None = None,
@@ -40,6 +41,7 @@ def make_plan(
         graph: with costs, and with what lies outside of it (``resident_bytes``).
         config: budget, solver and time limit.
         held_bytes: what the process holds on the device already; only ``budget="auto"`` on the CPU needs it.
+        replay_bytes: what of ``resident_bytes`` is there only where random ops are evaluated again.
         cost_seconds: time spent on measuring, for the plan's record.
         progress: told in words what is being done.
         cache: plans of earlier runs, read first and added to; ``None`` solves.
@@ -50,7 +52,8 @@ def make_plan(
     """
     started = time.monotonic()
     say = progress or (lambda _text: None)
-    problem = Problem(graph)
+    plain = graph.replace(resident_bytes=graph.resident_bytes - replay_bytes) if replay_bytes else graph
+    problem = Problem(plain)
     baseline = problem.evaluate(problem.captured)
     device = torch.device(graph.device or "cpu")
     budget = parse_budget(config.budget)
@@ -71,7 +74,7 @@ def make_plan(
         budget_bytes = known.peak_bytes
     else:
         budget_bytes = resolve_budget(
-            config, graph.floor_bytes, baseline.peak_bytes, lambda: smallest().peak_bytes, device, held_bytes
+            config, plain.floor_bytes, baseline.peak_bytes, lambda: smallest().peak_bytes, device, held_bytes
         )
     if cache is not None and file is None and baseline.peak_bytes > budget_bytes:
         file = cache.path(graph, budget_bytes, config)
@@ -80,6 +83,7 @@ def make_plan(
     if known is not None:
         solution = known
     elif baseline.peak_bytes <= budget_bytes:
+        graph = plain
         solution = solve(graph, budget_bytes, "no_remat")
     elif budget.kind is BudgetKind.MIN:
         say("solving")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -145,13 +146,19 @@ class Plan:
                 f"plan format version {data.get('version')!r} cannot be read: this release reads {FORMAT_VERSION}"
             )
         try:
-            values = {field.name: data[field.name] for field in dataclasses.fields(cls)}
-            values.update(
-                graph=ComputationGraph.from_dict(data["graph"]),
-                schedule=Schedule.from_dict(data["schedule"]),
-                status=Status(data["status"]),
-                notes=tuple(data["notes"]),
-            )
-            return cls(**values)
+            return cls.from_dict(data, ComputationGraph.from_dict(data["graph"]))
         except (KeyError, TypeError, ValueError) as error:
             raise GraphError(f"{path} is a plan with a missing or malformed field: {error!r}") from error
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], graph: ComputationGraph) -> Plan:
+        """A plan of ``graph`` from what `to_dict` gave, whose own graph is not looked at.
+
+        Raises:
+            KeyError, TypeError, ValueError: where a field is missing or malformed.
+        """
+        values = {field.name: data[field.name] for field in dataclasses.fields(cls) if field.name != "graph"}
+        values.update(
+            schedule=Schedule.from_dict(data["schedule"]), status=Status(data["status"]), notes=tuple(data["notes"])
+        )
+        return cls(graph=graph, **values)

@@ -9,6 +9,7 @@ import json
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import lightning_remat
 from lightning_remat._disk import cache_directory, replace_file
@@ -22,6 +23,16 @@ log = logging.getLogger(__name__)
 
 MOST = 200
 """Files that are kept, the ones used last."""
+
+
+def fingerprint(graph: ComputationGraph, *facts: Any) -> str:
+    """Text that tells graphs apart, with other facts beside them; names in a graph do not count."""
+    data = graph.to_dict()
+    for named in (data, *data["tensors"], *data["ops"]):
+        for field in ("name", "module", "target", "dtype", "shape", "device"):
+            named.pop(field, None)
+    text = json.dumps([data, *facts], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 class PlanCache:
@@ -47,13 +58,8 @@ class PlanCache:
             budget: in bytes, or ``"min"``.
             config: solver, its options and its time limit count.
         """
-        data = graph.to_dict()
-        for named in (data, *data["tensors"], *data["ops"]):
-            for field in ("name", "module", "target", "dtype", "shape", "device"):
-                named.pop(field, None)
-        facts = [data, budget, config.solver, config.solver_options, config.time_limit, lightning_remat.__version__]
-        text = json.dumps(facts, sort_keys=True, default=str)
-        return self.directory / f"plan-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+        facts = [budget, config.solver, config.solver_options, config.time_limit, lightning_remat.__version__]
+        return self.directory / f"plan-{fingerprint(graph, *facts)}.json"
 
     def load(self, path: Path, graph: ComputationGraph) -> Solution | None:
         """What is known for a problem, verified; ``None`` if nothing is."""

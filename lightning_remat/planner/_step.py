@@ -13,7 +13,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.fx
@@ -21,16 +21,18 @@ import torch.fx
 from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.capture import PARTS, Autocast, CapturedGraph, from_joint
 from lightning_remat.capture import _torch as internals
-from lightning_remat.cost import CostCache, cost_model
+from lightning_remat.cost import CostCache, OpCost, cost_model
 from lightning_remat.errors import InfeasibleBudgetError, RematError
+from lightning_remat.graph import ComputationGraph
 from lightning_remat.lowering import lower
+from lightning_remat.planner._agreement import Agreement
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._late import with_late_gradients
 from lightning_remat.planner._make import Progress, make_plan
 from lightning_remat.planner._plan import Plan
-from lightning_remat.planner._plan_cache import PlanCache
+from lightning_remat.planner._plan_cache import PlanCache, fingerprint
 from lightning_remat.planner._search import Search
-from lightning_remat.planner._surroundings import Surroundings, Weights
+from lightning_remat.planner._surroundings import Surroundings, Weights, replay_bytes
 from lightning_remat.planner._together import Part, kept_bytes, plan_together, with_outside
 from lightning_remat.solvers import Status
 
@@ -39,6 +41,11 @@ log = logging.getLogger(__name__)
 
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype, torch.device, bool], ...]
 """Shape, dtype, device and ``requires_grad`` of every tensor that a call is given."""
+
+TIGHTER = 0.8
+"""Of what lies between the floor and the peak of a plan that ran out of memory, what the next may take."""
+
+_Answer = TypeVar("_Answer")
 
 EAGER_EXTRA = 1.25
 """Eager may hold more than the captured step without rematerialization (float dropout masks, say): at most this much."""
@@ -74,6 +81,7 @@ class _Graph:
 
     Attributes:
         captured: with costs, and nothing around it.
+        problem: with what lies around it.
         weights: its parameters that get gradients.
         around: what the device held beside it when it was captured.
         exchange: the modules that run it, one version a plan.
@@ -82,6 +90,7 @@ class _Graph:
     """
 
     captured: CapturedGraph
+    problem: ComputationGraph
     weights: Weights
     around: Surroundings
     exchange: internals.Exchange
@@ -105,6 +114,7 @@ class ScheduledStep:
         progress: told in words what is being done.
         dynamic_sources: gives the inputs that may change without a new capture, in Dynamo's words (``"L['batch_idx']"``).
         leave_alone: run the function itself for shapes at which the plain step fits with room to spare.
+        agreement: with the other processes that train the same model; measures and plans each graph in one of them.
 
     Attributes:
         plans: one a captured graph and shape, in the order of capture.
@@ -123,6 +133,7 @@ class ScheduledStep:
         progress: Progress | None = None,
         dynamic_sources: Callable[[], str] = str,
         leave_alone: bool = False,
+        agreement: Agreement | None = None,
     ) -> None:
         self.function = function
         self.config = config
@@ -136,9 +147,12 @@ class ScheduledStep:
         self._progress = progress or (lambda _text: None)
         self._dynamic_sources = dynamic_sources
         self.leave_alone = leave_alone
+        self.agreement = agreement
         self._gave_up = False
         self._shapes: Shapes = ()
-        self._fits_anyway: set[Shapes] = set()
+        self._graphs: list[_Graph] = []
+        self._limit: int | None = None  # a budget that was come down to
+        self._fits_anyway: dict[Shapes, int] = {}  # with the largest plan of their call
         self._captures: Counter[Shapes] = Counter()
         self._cost_cache = CostCache()
         self._plan_cache = PlanCache()
@@ -172,16 +186,17 @@ class ScheduledStep:
             found = f" ({reasons[0].splitlines()[0]})" if reasons else "; TORCH_LOGS=graph_breaks says more"
             self._failed(f"no operation with gradients could be captured in it{found}", None)
         if self._captured_now:
-            self._captured(shapes, [self.plans[i] for i in self._captured_now])
+            self._captured(shapes, self._captured_now)
         path = tuple(graph for graph, _ in self._call)
         if len(path) > 1 and (shapes, path) not in self._settled and shapes not in self._fits_anyway:
             self._plan_together(shapes, path)
         return result
 
-    def _captured(self, shapes: Shapes, plans: Sequence[Plan]) -> None:
+    def _captured(self, shapes: Shapes, numbers: Sequence[int]) -> None:
         """After a call that captured something: does the plain step fit anyway, or does every call capture again?"""
+        plans = [self.plans[i] for i in numbers]
         if self.leave_alone and all(p.baseline_peak_bytes * EAGER_EXTRA <= p.budget_bytes for p in plans):
-            self._fits_anyway.add(shapes)
+            self._fits_anyway[shapes] = max(numbers, key=lambda i: self.plans[i].baseline_peak_bytes)
             log.info("%s fits as it is: nothing is swapped in for these shapes", self.name or "the step")
         elif len(self._call) == 1 and self.config.background:
             self._to_search.append(self._call[0][0])
@@ -200,6 +215,71 @@ class ScheduledStep:
             self._search[0].close()
         self._search = None
         self._to_search.clear()
+
+    def tighten(self, budget_bytes: int | None = None) -> int | None:
+        """Come down to a smaller budget, because the last call ran out of memory; what it ran is planned again.
+
+        Args:
+            budget_bytes: the budget; by default the last plan's peak, less a part of what rematerialization can save.
+
+        Returns:
+            The budget that everything is planned within from now on, in bytes; ``None`` where nothing was captured.
+
+        Raises:
+            InfeasibleBudgetError: when what ran cannot do with less.
+        """
+        numbers = [number for _, number in self._call] or [
+            number for shapes, number in self._fits_anyway.items() if shapes == self._shapes
+        ]
+        if self._gave_up or not numbers:
+            return None
+        largest = max((self.plans[number] for number in numbers), key=lambda plan: plan.predicted_peak_bytes)
+        if budget_bytes is None:
+            floor = largest.graph.floor_bytes
+            budget_bytes = floor + int(TIGHTER * max(0, largest.predicted_peak_bytes - floor))
+        elif largest.predicted_peak_bytes <= budget_bytes:
+            self._come_down(budget_bytes)
+            return budget_bytes
+        graphs = [graph for graph in self._graphs if any(number in graph.versions for number in numbers)]
+        before = self.config
+        self._come_down(budget_bytes)
+        try:
+            for graph in graphs:
+                self._plan_again(graph)
+        except InfeasibleBudgetError as error:
+            if error.smallest_bytes >= largest.predicted_peak_bytes:
+                self.config = before
+                raise
+            budget_bytes = error.smallest_bytes
+            self._come_down(budget_bytes)
+            for graph in graphs:
+                self._plan_again(graph)
+        return budget_bytes
+
+    def _come_down(self, budget_bytes: int) -> None:
+        self._limit = budget_bytes
+        self.config = dataclasses.replace(self.config, budget=budget_bytes)
+        self._together.clear()
+        self._settled.clear()
+        self._joint_plans.clear()
+        self._fits_anyway = {
+            shapes: number
+            for shapes, number in self._fits_anyway.items()
+            if shapes != self._shapes and self.plans[number].baseline_peak_bytes * EAGER_EXTRA <= budget_bytes
+        }
+
+    def _plan_again(self, graph: _Graph) -> None:
+        """A plan for a graph within the budget that was come down to, if its own is over it."""
+        plan = self.plans[graph.plan]
+        if self._limit is None or plan.predicted_peak_bytes <= self._limit:
+            return
+        with internals.threads_kept():
+            replayed = replay_bytes(graph.captured)
+            made = make_plan(
+                graph.problem, self.config, replay_bytes=replayed, progress=self._progress, cache=self._plan_cache
+            )
+        graph.plan = self._add_plan(made, graph, graph.captured)
+        log.info("%s, within less: %s", self.name or "captured graph", made.summary())
 
     # -- better plans -------------------------------------------------------------------------------------------------
 
@@ -242,15 +322,26 @@ class ScheduledStep:
             self._together[shapes, path[: i + 1]] = self._add_plan(plans[i], path[i], parts[i].captured)
 
     def _joint(self, parts: Sequence[Part], fixed: Sequence[int]) -> list[Plan]:
-        with internals.threads_kept():
-            return plan_together(
-                parts,
-                self.config,
-                fixed=[self.plans[number].schedule for number in fixed],
-                held_bytes=parts[0].around.held_bytes + parts[0].captured.batch_bytes,
-                progress=self._progress,
-                cache=self._plan_cache,
-            )
+        schedules = [self.plans[number].schedule for number in fixed]
+
+        def make() -> list[Plan]:
+            with internals.threads_kept():
+                return plan_together(
+                    parts,
+                    self.config,
+                    fixed=schedules,
+                    held_bytes=parts[0].around.held_bytes + parts[0].captured.batch_bytes,
+                    progress=self._progress,
+                    cache=self._plan_cache,
+                )
+
+        facts = [schedule.to_dict() for schedule in schedules]
+        return self._agreed(
+            lambda: " ".join(["plans", *(fingerprint(part.graph, facts) for part in parts)]),
+            make,
+            lambda plans: [plan.to_dict() for plan in plans],
+            lambda found: [Plan.from_dict(data, ComputationGraph.from_dict(data["graph"])) for data in found],
+        )
 
     def _take_better_plans(self) -> None:
         """Between two steps: from the next forward on, run what was found beside the training. One search at a time."""
@@ -309,7 +400,7 @@ class ScheduledStep:
         weights = {
             id(value): value.nbytes for value in inputs if isinstance(value, torch.nn.Parameter) and value.requires_grad
         }
-        planned: list[tuple[CapturedGraph, Surroundings, int]] = []
+        planned: list[tuple[CapturedGraph, ComputationGraph, Surroundings, int]] = []
         autocast = Autocast.around(module)
 
         def partition(
@@ -330,14 +421,14 @@ class ScheduledStep:
             )
             try:
                 with internals.real_tensors(), internals.threads_kept():
-                    captured, plan, around = self._plan(captured, weights)
+                    captured, problem, plan, around = self._plan(captured, weights)
             except RematError as error:
                 raise _Stop(error) from error
             index = next((i for i, known in enumerate(self.plans) if known is plan), len(self.plans))
             if index == len(self.plans):
                 self.plans.append(plan)
                 self.runs.append(0)
-            planned.append((captured, around, index))
+            planned.append((captured, problem, around, index))
             return lower(captured, plan.schedule)
 
         self._progress("capturing")
@@ -348,14 +439,17 @@ class ScheduledStep:
             return module.forward
         if not planned:  # nothing in it needs a gradient
             return compiled
-        captured, around, index = planned[0]
-        graph = _Graph(captured, weights, around, exchange, versions={index: 0}, plan=index)
+        captured, problem, around, index = planned[0]
+        graph = _Graph(captured, problem, weights, around, exchange, versions={index: 0}, plan=index)
         self._captured_now.append(index)
         if self._on_plan is not None:
             with internals.real_tensors():
                 self._on_plan(self.plans[index])
 
+        self._graphs.append(graph)
+
         def run(*args: Any) -> Any:
+            self._plan_again(graph)
             number = self._plan_of(graph)
             graph.exchange.current = graph.versions[number]
             self.runs[number] += 1
@@ -381,7 +475,10 @@ class ScheduledStep:
             None,
         )
 
-    def _plan(self, captured: CapturedGraph, weights: Weights) -> tuple[CapturedGraph, Plan, Surroundings]:
+    def _plan(
+        self, captured: CapturedGraph, weights: Weights
+    ) -> tuple[CapturedGraph, ComputationGraph, Plan, Surroundings]:
+        """The graph with costs, the same with what lies around it, its plan, and what lies around it."""
         started = time.monotonic()
         device = captured.device
         self._progress("measuring every operation")
@@ -390,7 +487,12 @@ class ScheduledStep:
             cache=self._cost_cache,
             progress=lambda done, total: self._progress(f"measuring operation {done} of {total}"),
         )
-        costs = model(captured.calls, device)
+        costs = self._agreed(
+            lambda: f"costs {fingerprint(captured.graph)}",
+            lambda: model(captured.calls, device),
+            lambda found: [dataclasses.astuple(one) for one in found],
+            lambda data: [OpCost(*one) for one in data],
+        )
         cost_seconds = time.monotonic() - started
         around = self._surroundings()
         earlier = [(self.plans[number].graph, graph.weights) for graph, number in self._call]
@@ -398,24 +500,48 @@ class ScheduledStep:
         graph = captured.graph.with_costs([c.seconds for c in costs], [c.workspace_bytes for c in costs])
         captured = with_late_gradients(dataclasses.replace(captured, graph=graph.replace(device=str(device))))
         graph = around.put_around(captured, weights, earlier, kept_bytes=kept)
-        same = [known for known in self.plans if known.graph == graph]
+        replayed = replay_bytes(captured)
+        alike = (graph, graph.replace(resident_bytes=graph.resident_bytes - replayed))
+        same = [known for known in self.plans if known.graph in alike]
         if same:  # captured again for another reason than its shapes
-            return captured, min(same, key=lambda known: known.predicted_seconds), around
+            return captured, graph, min(same, key=lambda known: known.predicted_seconds), around
         record: dict[str, Any] = {
+            "replay_bytes": replayed,
             "held_bytes": around.held_bytes + captured.batch_bytes,
             "cost_seconds": cost_seconds,
             "progress": self._progress,
             "cache": self._plan_cache,
         }
-        try:
-            plan = make_plan(graph, self.config, **record)
-        except InfeasibleBudgetError:
-            if not earlier:
-                raise
-            # What ran before cannot be taken back: this once, as small as can be; then all are planned together.
-            plan = make_plan(graph, dataclasses.replace(self.config, budget="min"), **record)
+
+        def make() -> Plan:
+            try:
+                return make_plan(graph, self.config, **record)
+            except InfeasibleBudgetError:
+                if not earlier:
+                    raise
+                # What ran before cannot be taken back: this once, as small as can be; then all are planned together.
+                return make_plan(graph, dataclasses.replace(self.config, budget="min"), **record)
+
+        plan = self._agreed(
+            lambda: f"plan {fingerprint(graph)}",
+            make,
+            Plan.to_dict,
+            lambda data: Plan.from_dict(data, ComputationGraph.from_dict(data["graph"])),
+        )
         log.info("%s: %s", self.name or "captured graph", plan.summary())
-        return captured, plan, around
+        return captured, graph, plan, around
+
+    def _agreed(
+        self,
+        question: Callable[[], str],
+        answer: Callable[[], _Answer],
+        encode: Callable[[_Answer], Any],
+        decode: Callable[[Any], _Answer],
+    ) -> _Answer:
+        """``answer()``, found in one of the processes that train together and handed to the others as plain data."""
+        if self.agreement is None:
+            return answer()
+        return decode(self.agreement.once(question(), lambda: encode(answer())))
 
     def _failed(self, reason: str, error: Exception | None) -> None:
         reason = reason.strip().splitlines()[0] if reason.strip() else type(error).__name__

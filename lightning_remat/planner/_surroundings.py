@@ -67,17 +67,22 @@ class Surroundings:
             + max(0, self.module_bytes - captured.static_bytes)
             + made
             + max(0, kept - _handed_over_bytes(graphs, graph))
-            + sum(_state_bytes(captured.device) for op in graph.ops if op.random and op.recomputable)
+            + replay_bytes(captured)
         )
-        old = max(0, graph.gradient_bytes + others - made) if self.old_gradients else 0
+        # A tangent that is held to the end is no gradient of a parameter.
+        tangents = {graph.tensors[t].storage for t in set(graph.backward_outputs) & set(graph.inputs)}
+        own = graph.gradient_bytes - sum(graph.storages[s] for s in tangents)
+        old = max(0, own + others - made) if self.old_gradients else 0
         if self.accumulating:
             return graph.replace(resident_bytes=resident + old, forward_resident_bytes=0)
         return graph.replace(resident_bytes=resident, forward_resident_bytes=old)
 
 
-def _state_bytes(device: torch.device) -> int:
-    """What is kept on the device of a random generator's state, so that an op can draw the same numbers again."""
-    return torch.get_rng_state().nbytes if device.type == "cpu" else 0
+def replay_bytes(captured: CapturedGraph) -> int:
+    """What is kept on the device of random generators' states, if all random ops that can be are evaluated again."""
+    if captured.device.type != "cpu":
+        return 0
+    return torch.get_rng_state().nbytes * sum(op.random and op.recomputable for op in captured.graph.ops)
 
 
 def _bytes(graph: ComputationGraph, role: TensorRole) -> int:

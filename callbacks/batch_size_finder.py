@@ -1,0 +1,373 @@
+"""The largest batch size that trains within the budget: found by prediction, confirmed by one real step."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_error
+from lightning.pytorch.utilities.parsing import lightning_hasattr
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from lightning_remat.budget import BudgetKind, parse_budget
+from lightning_remat.callbacks.distributed import available_bytes, held_on_device, smallest_of_all, unsynchronized
+from lightning_remat.callbacks.module_state import ModuleState
+from lightning_remat.callbacks.progress import PlanningProgress
+from lightning_remat.callbacks.remat import RematCallback
+from lightning_remat.callbacks.training_data import TrainingData
+from lightning_remat.callbacks.training_step import TrainingStep
+from lightning_remat.errors import ConfigError, GraphError, InfeasibleBudgetError
+from lightning_remat.measure import track_peak
+from lightning_remat.planner import BatchSizes, Plan, RematConfig, RematWarning
+from lightning_remat.report import format_bytes
+
+log = logging.getLogger(__name__)
+
+MOST_CONFIRMATIONS = 4
+"""Real steps after which no larger batch size is tried: each that fails teaches the prediction."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundBatchSize:
+    """What the finder found.
+
+    Attributes:
+        batch_size: a process's, that the loader now has.
+        without: the largest that fits without rematerialization, as predicted.
+        before: what the loader had.
+        accumulate_grad_batches: of the Trainer, from now on.
+        plan: the plan of the confirming step.
+        measured_peak_bytes: of that step.
+        samples_per_second, samples_per_second_without: a process's, as predicted, at ``batch_size`` and at ``without``.
+    """
+
+    batch_size: int
+    without: int
+    before: int
+    accumulate_grad_batches: int
+    plan: Plan
+    measured_peak_bytes: int
+    samples_per_second: float
+    samples_per_second_without: float
+
+    def summary(self) -> str:
+        """One line for a person."""
+        plan = self.plan
+        return (
+            f"batch size {self.batch_size} ({self.without} without rematerialization): predicted peak "
+            f"{format_bytes(plan.predicted_peak_bytes)}, measured {format_bytes(self.measured_peak_bytes)} of a budget of "
+            f"{format_bytes(plan.budget_bytes)}; overhead {plan.overhead:+.1%}, {self.samples_per_second:,.1f} samples a "
+            f"second ({self.samples_per_second_without:,.1f} at {self.without})"
+        )
+
+
+class RematBatchSizeFinder(Callback):
+    """Trains with the largest batch size whose best plan fits the budget of `RematCallback`, at a bounded overhead.
+
+    The training step is captured at two small batch sizes; every byte and second of it is taken to grow on the line through
+    the two, and schedules are solved at one batch size after another. One real step, forward and backward, confirms what was
+    found; where it is over the budget, the next smaller one is predicted from it. Nothing runs out of memory on the way, and
+    parameters, buffers, random numbers, metrics and logs are as if there had been no search.
+
+    Args:
+        max_overhead: the most extra time of a step, as a share of the step without rematerialization; ``None`` for one
+            extra forward (Jain et al. 2020, eq. 10).
+        max_val: the largest batch size.
+        margin: share by which what was found is made smaller, in [0, 1). (The budget has a margin of its own.)
+        batch_arg_name: name of the attribute that holds the batch size, on the module, the datamodule, or the ``hparams`` of
+            either, as for Lightning's ``BatchSizeFinder``. It must be what the loader is made with: where that is derived
+            from another one (a size per device, say), name the derived one.
+        train_dataloader: makes the training loader from a batch size, where it is no hook of the module or datamodule.
+        keep_effective_batch_size: keep the product of batch size and ``accumulate_grad_batches``, by setting the latter; the
+            batch size is then the largest divisor of that product that fits.
+
+    Attributes:
+        found: what was found; ``None`` before a fit, and where nothing could be predicted.
+        optimal_batch_size: its batch size.
+
+    Raises:
+        ConfigError: in ``setup``, for a Trainer without `RematCallback` or with a budget that is no fixed size, for a batch
+            size that is nowhere to be set, and for a loader that does not follow it.
+        InfeasibleBudgetError: when not even a batch of one sample fits.
+
+    Example:
+        >>> import lightning as L
+        >>> from lightning_remat.callbacks import RematBatchSizeFinder, RematCallback
+        >>> callbacks = [RematCallback(budget="8GiB"), RematBatchSizeFinder()]
+        >>> trainer = L.Trainer(callbacks=callbacks, logger=False, enable_checkpointing=False)
+    """
+
+    def __init__(
+        self,
+        *,
+        max_overhead: float | None = None,
+        max_val: int = 8192,
+        margin: float = 0.0,
+        batch_arg_name: str = "batch_size",
+        train_dataloader: Callable[[int], Any] | None = None,
+        keep_effective_batch_size: bool = False,
+    ) -> None:
+        super().__init__()
+        if max_overhead is not None and not max_overhead >= 0:
+            raise ConfigError(f"max_overhead={max_overhead!r}: give a share, 0 or more, or None for one extra forward")
+        if isinstance(max_val, bool) or not isinstance(max_val, int) or max_val < 1:
+            raise ConfigError(f"max_val={max_val!r}: give the largest batch size, 1 or more")
+        if not 0 <= margin < 1:
+            raise ConfigError(f"margin={margin!r}: give the share to take off what was found, in [0, 1)")
+        self.max_overhead = max_overhead
+        self.max_val = max_val
+        self.margin = margin
+        self.batch_arg_name = batch_arg_name
+        self.train_dataloader = train_dataloader
+        self.keep_effective_batch_size = keep_effective_batch_size
+        self.found: FoundBatchSize | None = None
+
+    @property
+    def optimal_batch_size(self) -> int | None:
+        """The batch size that was found."""
+        return self.found.batch_size if self.found is not None else None
+
+    # -- hooks --------------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        remat = _remat_callback(trainer)
+        if remat is None:
+            raise ConfigError(
+                "RematBatchSizeFinder finds the largest batch for a RematCallback, and this Trainer has none: give both, as in "
+                "callbacks=[RematCallback(budget='8GiB'), RematBatchSizeFinder()]"
+            )
+        if parse_budget(remat.config.budget).kind not in (BudgetKind.AUTO, BudgetKind.SIZE):
+            raise ConfigError(
+                f"RematCallback(budget={remat.config.budget!r}) is no size: it grows with the batch, and any batch fits it. "
+                "Give a size, such as '8GiB', or 'auto'."
+            )
+        if not pl_module.automatic_optimization:
+            raise ConfigError(
+                "RematBatchSizeFinder tries training steps, and with manual optimization these change parameters: set the "
+                "batch size by hand, or use automatic optimization"
+            )
+        if self.keep_effective_batch_size and any(
+            isinstance(one, GradientAccumulationScheduler)
+            for one in trainer.callbacks  # type: ignore[attr-defined]
+        ):
+            raise ConfigError(
+                "keep_effective_batch_size sets accumulate_grad_batches, which GradientAccumulationScheduler does"
+            )
+        if self.train_dataloader is not None:
+            return
+        if not trainer.fit_loop._data_source.is_module():
+            raise ConfigError(
+                "the training loader was given to fit(), and its batch size cannot be set: make it in train_dataloader() of "
+                "the module or a datamodule, or give RematBatchSizeFinder(train_dataloader=function_of_the_batch_size)"
+            )
+        if not lightning_hasattr(pl_module, self.batch_arg_name):
+            raise ConfigError(
+                f"neither the module nor the datamodule, nor the hparams of either, has {self.batch_arg_name!r}: give "
+                "batch_arg_name, the name of the attribute that the training loader is made with"
+            )
+
+    @override
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.found = None
+        if getattr(trainer, "fast_dev_run", False):
+            rank_zero_warn("fast_dev_run: no batch size is looked for", category=RematWarning)
+            return
+        remat = _remat_callback(trainer)
+        assert remat is not None
+        state = ModuleState(pl_module, trainer.strategy.root_device)
+        gradients = [(parameter, parameter.grad) for parameter in pl_module.parameters()]
+        accumulated = trainer.accumulate_grad_batches
+        data = TrainingData(trainer, pl_module, self.batch_arg_name, self.train_dataloader)
+        progress = PlanningProgress()
+        search = _Search(self, trainer, pl_module, remat, data, progress)
+        found = None
+        try:
+            found = search.run()
+        finally:
+            progress.stop()
+            state.restore()
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            if found is None:
+                trainer.accumulate_grad_batches = accumulated
+                data.set(data.before)
+        self.found = found
+        if found is not None:
+            data.set(found.batch_size)
+            rank_zero_info(f"{type(pl_module).__name__}: {found.summary()}")
+
+
+def _remat_callback(trainer: pl.Trainer) -> RematCallback | None:
+    return next((one for one in trainer.callbacks if isinstance(one, RematCallback)), None)  # type: ignore[attr-defined]
+
+
+# -- search -----------------------------------------------------------------------------------------------------------
+
+
+class _Search:
+    """Captures, predicts and confirms; in all processes at the same time."""
+
+    def __init__(
+        self,
+        finder: RematBatchSizeFinder,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        remat: RematCallback,
+        data: TrainingData,
+        progress: PlanningProgress,
+    ) -> None:
+        self.finder, self.trainer, self.module, self.remat = finder, trainer, module, remat
+        self.data, self.progress = data, progress
+
+    def run(self) -> FoundBatchSize | None:
+        trainer, finder, data = self.trainer, self.finder, self.data
+        effective = data.before * trainer.accumulate_grad_batches
+        limits = [finder.max_val, data.samples(), effective if finder.keep_effective_batch_size else None]
+        at_most = min(limit for limit in limits if limit is not None)
+        if finder.keep_effective_batch_size and effective > 1:
+            trainer.accumulate_grad_batches = 2  # as far as memory goes, like any other number over 1
+        sizes = self._predictions(at_most)
+        if sizes is None:
+            return None
+        budget = self._budget()
+        without = smallest_of_all(trainer, sizes.largest_plain(budget, at_most))
+        for number in range(1, MOST_CONFIRMATIONS + 1):
+            self.progress("looking for the largest batch size")
+            size = self._usable(smallest_of_all(trainer, sizes.largest(budget, at_most)), effective)
+            if size < 1:
+                raise sizes.refusal(budget)
+            self.progress(f"confirming a batch size of {size}")
+            plan, measured = self._confirm(size)
+            fits = plan is not None and measured <= budget and sizes.allows(plan)
+            if trainer.strategy.reduce_boolean_decision(fits, all=True):
+                assert plan is not None
+                break
+            if size == 1:
+                raise sizes.refusal(budget)
+            if plan is not None:
+                sizes.learn(size, plan)
+            at_most = size - 1 if number < MOST_CONFIRMATIONS - 1 else int(0.8 * size)
+        else:
+            rank_zero_warn(
+                f"no batch size was confirmed in {MOST_CONFIRMATIONS} real steps: it stays at {data.before}",
+                category=RematWarning,
+            )
+            return None
+        if finder.keep_effective_batch_size:
+            trainer.accumulate_grad_batches = effective // size
+        return FoundBatchSize(
+            batch_size=size,
+            without=without,
+            before=data.before,
+            accumulate_grad_batches=trainer.accumulate_grad_batches,
+            plan=plan,
+            measured_peak_bytes=measured,
+            samples_per_second=size / plan.predicted_seconds if plan.predicted_seconds else 0.0,
+            samples_per_second_without=sizes.samples_per_second(without),
+        )
+
+    def _usable(self, size: int, effective: int) -> int:
+        size = max(1, int(size * (1 - self.finder.margin))) if size else 0
+        if not self.finder.keep_effective_batch_size:
+            return size
+        return next((one for one in range(size, 0, -1) if effective % one == 0), 0)
+
+    def _budget(self) -> int:
+        """In bytes, the same in all processes."""
+        config = self.remat.config
+        budget = parse_budget(config.budget)
+        own = budget.resolve(0, 0, int, lambda: available_bytes(self.trainer, self.module, config.margin))
+        return smallest_of_all(self.trainer, own)
+
+    # -- prediction ---------------------------------------------------------------------------------------------------
+
+    def _predictions(self, at_most: int) -> BatchSizes | None:
+        """From the step at two batch sizes; ``None``, with a warning, where nothing can be predicted."""
+        # A batch of one often has other ops: what is broadcast is not the same there.
+        small = max(2, min(self.data.before, at_most) // 2)
+        why = f"a batch size of at most {at_most} leaves nothing to predict from"
+        for sizes in ((small, 2 * small), (2 * small, 4 * small), (1, 2)):
+            if sizes[1] > at_most:
+                continue
+            found: list[tuple[int, Plan]] = []
+            for size in sizes:
+                self.progress(f"capturing a batch size of {size}")
+                plans, failures = self._capture(size)
+                if len(plans) != 1 or failures:
+                    why = failures[0] if failures else f"the step is captured as {len(plans)} graphs"
+                    break
+                found.append((size, plans[0]))
+            else:
+                try:
+                    return BatchSizes(found[0], found[1], self.remat.config, self.finder.max_overhead)
+                except GraphError as error:
+                    why = str(error)
+        rank_zero_warn(
+            f"the batch size stays at {self.data.before}: a larger one cannot be predicted ({why})",
+            category=RematWarning,
+        )
+        return None
+
+    def _capture(self, size: int) -> tuple[Sequence[Plan], Sequence[str]]:
+        plain = dataclasses.replace(
+            self.remat.config, budget=1.0, solver="no_remat", solver_options={}, background=False
+        )
+        step = self._step(plain)
+        self._forward(step, self.data.batch(size))
+        return step.scheduled.plans, step.scheduled.failures
+
+    # -- real steps ---------------------------------------------------------------------------------------------------
+
+    def _step(self, config: RematConfig) -> TrainingStep:
+        return TrainingStep(
+            self.trainer,
+            self.module,
+            config,
+            reserve=self.remat.reserve,
+            progress=self.progress,
+            leave_alone=False,
+        )
+
+    def _forward(self, step: TrainingStep, batch: Any) -> torch.Tensor:
+        output = step.rehearse(batch)
+        loss: torch.Tensor = output["loss"] if isinstance(output, Mapping) else output
+        return loss
+
+    def _run(self, step: TrainingStep, batch: Any) -> None:
+        """Forward and backward, in the order in which Lightning runs them."""
+        with unsynchronized(self.trainer.strategy.model):
+            loss = self._forward(step, batch)
+            if self.trainer.accumulate_grad_batches == 1:
+                self.module.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    def _confirm(self, size: int) -> tuple[Plan | None, int]:
+        """Plan a batch size, and run the planned step: its plan and measured peak, or ``None`` where it does not fit."""
+        step = self._step(dataclasses.replace(self.remat.config, background=False))
+        plan, measured = None, 0
+        try:
+            batch = self.data.batch(size)
+            self._run(step, batch)  # captures and plans
+            held = held_on_device(self.trainer, self.module, batch)
+            with track_peak(self.trainer.strategy.root_device) as peak:
+                self._run(step, batch)
+            if len(step.scheduled.plans) == 1 and peak.peak_bytes is not None:
+                plan, measured = step.scheduled.plans[0], held + peak.peak_bytes
+        except InfeasibleBudgetError:
+            log.info("a batch size of %d does not fit after all", size)
+        except RuntimeError as error:
+            if not is_oom_error(error):
+                raise
+            log.info("a batch size of %d ran out of memory", size)
+        self.module.zero_grad()
+        garbage_collection_cuda()
+        return plan, measured

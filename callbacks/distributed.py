@@ -1,0 +1,81 @@
+"""Training on several devices: one plan in all processes, within the smallest budget of any, gradient buckets counted."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import uuid
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_remat.budget import BudgetKind, device_bytes, parse_budget
+from lightning_remat.measure import held_bytes
+from lightning_remat.planner import Agreement, RematConfig, RematWarning
+
+
+def agreement(trainer: pl.Trainer) -> Agreement | None:
+    """With the other processes of this fit; ``None`` where there are none."""
+    if trainer.world_size == 1:
+        return None
+    return Agreement(trainer.strategy.broadcast(uuid.uuid4().hex))
+
+
+def agreed_config(trainer: pl.Trainer, module: pl.LightningModule, config: RematConfig) -> RematConfig:
+    """Options that are the same in all processes: ``"auto"`` becomes the smallest budget of any device."""
+    if trainer.world_size == 1:
+        return config
+    if config.background:
+        rank_zero_warn(
+            "background=True is for one process so far: plans are made before the training step runs, as without it",
+            category=RematWarning,
+        )
+        config = dataclasses.replace(config, background=False)
+    if parse_budget(config.budget).kind is not BudgetKind.AUTO:
+        return config
+    return dataclasses.replace(config, budget=smallest_of_all(trainer, available_bytes(trainer, module, config.margin)))
+
+
+def available_bytes(trainer: pl.Trainer, module: pl.LightningModule, margin: float) -> int:
+    """What ``budget="auto"`` is in this process, in bytes."""
+    strategy = trainer.strategy
+    local: int = getattr(strategy, "num_processes", 1)
+    return device_bytes(strategy.root_device, margin, held_on_device(trainer, module), processes=local)
+
+
+def smallest_of_all(trainer: pl.Trainer, number: int) -> int:
+    """The smallest of the numbers that the processes give."""
+    if trainer.world_size == 1:
+        return number
+    value = torch.tensor(number, dtype=torch.int64, device=trainer.strategy.root_device)
+    return int(trainer.strategy.reduce(value, reduce_op="min"))  # type: ignore[arg-type]
+
+
+def held_on_device(trainer: pl.Trainer, module: pl.LightningModule, *beside: Any) -> int:
+    """Bytes of the module, its gradients, the optimizers' state, gradient buckets, and what is named beside."""
+    in_buckets = gradients_in_buckets(trainer)
+    device = trainer.strategy.root_device
+    held = held_bytes(module, trainer.optimizers, *beside, gradients=not in_buckets, device=device)
+    return held + bucket_bytes(trainer)
+
+
+def bucket_bytes(trainer: pl.Trainer) -> int:
+    """Bytes of the buckets in which DDP reduces gradients: they are there all the time, beside the gradients."""
+    model = trainer.strategy.model
+    if not isinstance(model, DistributedDataParallel):
+        return 0
+    return held_bytes([p for p in model.parameters() if p.requires_grad], device=trainer.strategy.root_device)
+
+
+def gradients_in_buckets(trainer: pl.Trainer) -> bool:
+    """Whether gradients are views of the buckets (``gradient_as_bucket_view=True``)."""
+    model = trainer.strategy.model
+    return isinstance(model, DistributedDataParallel) and bool(model.gradient_as_bucket_view)
+
+
+def unsynchronized(model: Any) -> contextlib.AbstractContextManager[None]:
+    """While open, gradients stay in this process, and no process waits for another."""
+    return model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()

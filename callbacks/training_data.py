@@ -1,0 +1,105 @@
+"""Batches of the training loader before the fit asks for any."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_setattr
+
+from lightning_remat.errors import ConfigError
+
+
+class TrainingData:
+    """Batches of a training loader, of a size that can be set, before the fit has asked for any.
+
+    Args:
+        trainer: of a fit that has begun.
+        module: of it.
+        name: of the attribute that holds the batch size; ``None`` where it stays as it is.
+        make: makes the loader from a batch size, where no attribute does.
+
+    Attributes:
+        before: the batch size that was set; 0 where it stays as it is.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        name: str | None = None,
+        make: Callable[[int], Any] | None = None,
+    ) -> None:
+        self._trainer, self._module, self._name, self._make = trainer, module, name, make
+        self._source = trainer.fit_loop._data_source
+        self.before = 0
+        if make is not None:
+            self.before = extract_batch_size(next(iter(self._loader()))[0])
+        elif name is not None:
+            self.before = int(lightning_getattr(module, name))  # type: ignore[arg-type]
+
+    def _loader(self) -> CombinedLoader:
+        loader = self._source.dataloader()
+        return loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, "max_size_cycle")
+
+    def set(self, size: int) -> None:
+        """Make the loaders with another batch size, from now on."""
+        if self._make is not None:
+            self._source.instance = self._make(size)
+        elif self._name is not None:
+            lightning_setattr(self._module, self._name, size)
+        loop = self._trainer.fit_loop
+        loop._combined_loader = None  # they are made again when they are needed
+        loop.epoch_loop.val_loop._combined_loader = None
+
+    def samples(self) -> int | None:
+        """How many samples a process has; ``None`` where that is not known."""
+        try:
+            lengths = [len(loader.dataset) for loader in self._loader().flattened]
+        except (TypeError, AttributeError, NotImplementedError):
+            return None
+        return max(1, min(lengths) // self._trainer.world_size) if lengths else None
+
+    def batch(self, size: int) -> Any:
+        """A batch of so many samples, on the device.
+
+        Raises:
+            ConfigError: where the loader gives another number of samples.
+        """
+        self.set(size)
+        batch = self._next()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "ambiguous collection": what is ambiguous is not checked
+            try:
+                given = extract_batch_size(batch)
+            except (MisconfigurationException, RecursionError):
+                given = size
+        if given != size:
+            raise ConfigError(
+                f"{self._name} was set to {size}, and the training loader gives batches of {given}: it is made with another "
+                f"number, or with one that was derived from {self._name} before. Make the loader with {self._name} itself, or "
+                "give batch_arg_name, the name of what it is made with."
+            )
+        return self._on_device(batch)
+
+    def first(self) -> Any:
+        """A batch as it will come, on the device."""
+        return self._on_device(self._next())
+
+    def _next(self) -> Any:
+        combined = self._loader()
+        combined.limits = [1] * len(combined.flattened)
+        batch, _, _ = next(iter(combined))
+        return batch
+
+    def _on_device(self, batch: Any) -> Any:
+        trainer = self._trainer
+        batch = trainer.precision_plugin.convert_input(batch)
+        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)

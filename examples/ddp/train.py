@@ -1,0 +1,52 @@
+"""Two processes, one plan: DDP with the callback.
+
+python examples/ddp/train.py --devices 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import lightning as L  # noqa: N812 - as Lightning's own documentation writes it
+from torch.utils.data import DataLoader
+
+sys.path.append(str(Path(__file__).parents[1]))
+from byte_gpt.train import SMALL, ByteGPT, Size, StandardLibrary
+
+from lightning_remat.callbacks import RematCallback
+
+
+def main() -> int:
+    """Train in all processes; the first one says what it took."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", default="0.4", help="a share, a size, auto or min: of each process")
+    parser.add_argument("--devices", type=int, default=2)
+    parser.add_argument("--accelerator", default="cpu")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--small", action="store_true", help="a tiny model")
+    options = parser.parse_args()
+    L.seed_everything(0)
+    size = SMALL if options.small else Size()
+    remat = RematCallback(budget=options.budget)
+    trainer = L.Trainer(
+        strategy="ddp",
+        accelerator=options.accelerator,
+        devices=options.devices,
+        max_steps=options.steps,
+        callbacks=[remat],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    )
+    trainer.fit(ByteGPT(size), DataLoader(StandardLibrary(size.length), size.batch))
+    plan, measured = remat.plan, remat.measured_peak_bytes
+    if plan is None or measured is None:
+        return 1
+    print(f"process {trainer.global_rank}: measured {measured:,} of {plan.budget_bytes:,} bytes")
+    return 0 if measured <= plan.budget_bytes else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

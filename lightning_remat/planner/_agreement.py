@@ -1,0 +1,89 @@
+"""Processes that train one model together run the same plans: each is made in one of them, and the others take it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from lightning_remat.capture._torch import default_store
+from lightning_remat.errors import InfeasibleBudgetError, RematError
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.02
+
+
+class Agreement:
+    """Questions that one process answers for all, through the key-value store of ``torch.distributed``.
+
+    Whoever asks first finds the answer. Nothing here is a collective: a question that only some processes ask, because only
+    they met a batch of that shape, holds nobody up.
+
+    Args:
+        name: of these processes' common undertaking, the same in all of them and different from every other one.
+        patience: seconds to wait for an answer that another process is finding, before finding one's own.
+        store: ``torch.distributed``'s unless given.
+    """
+
+    def __init__(self, name: str, patience: float = 1800.0, store: Any = None) -> None:
+        self.name = name
+        self.patience = patience
+        self._store = store if store is not None else default_store()
+        self._read: Counter[str] = Counter()
+
+    def once(self, question: str, answer: Callable[[], Any]) -> Any:
+        """What ``answer`` gave in the process that asked first.
+
+        Args:
+            question: the same text in all processes that want the same answer.
+            answer: finds it, as plain data for JSON.
+
+        Raises:
+            RematError: where finding it raised one, in all processes that ask.
+        """
+        key = f"lightning_remat/{self.name}/{question}"
+        if self._store.add(f"{key}/asked", 1) == 1:
+            return self._found(key, answer)
+        until = time.monotonic() + self.patience
+        while not self._store.check([f"{key}/answer"]):
+            if time.monotonic() > until:
+                log.warning("another process has not answered in %g s: this one plans for itself", self.patience)
+                return answer()
+            time.sleep(POLL_SECONDS)
+        kind, value = json.loads(self._store.get(f"{key}/answer"))
+        if kind == "infeasible":
+            raise InfeasibleBudgetError(*value)
+        if kind == "error":
+            raise RematError(f"in another process: {value}")
+        return value
+
+    def tell(self, what: str, text: str) -> None:
+        """Leave a note for the other processes."""
+        key = f"lightning_remat/{self.name}/told/{what}"
+        number = self._store.add(key, 1)
+        self._store.set(f"{key}/{number}", text)
+
+    def news(self, what: str) -> list[str]:
+        """The notes that were left since this was last asked, one's own too."""
+        key = f"lightning_remat/{self.name}/told/{what}"
+        first, self._read[what] = self._read[what], self._store.add(key, 0)
+        return [self._store.get(f"{key}/{number}").decode() for number in range(first + 1, self._read[what] + 1)]
+
+    def _found(self, key: str, answer: Callable[[], Any]) -> Any:
+        said: tuple[str, Any] = ("error", "it ended while it planned")
+        try:
+            value = answer()
+            said = ("value", value)
+        except InfeasibleBudgetError as error:
+            said = ("infeasible", [error.budget_bytes, error.smallest_bytes, error.op, error.module])
+            raise
+        except BaseException as error:
+            said = ("error", f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            self._store.set(f"{key}/answer", json.dumps(said))
+        return value

@@ -1,0 +1,237 @@
+"""A training step that runs out of memory is undone, planned again within less, and repeated."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.memory import is_oom_error
+from typing_extensions import override
+
+from lightning_remat.callbacks.module_state import ModuleState
+from lightning_remat.callbacks.remat import RematCallback
+from lightning_remat.callbacks.training_step import TrainingStep
+from lightning_remat.errors import ConfigError, InfeasibleBudgetError
+
+log = logging.getLogger(__name__)
+
+RETRIES = 3
+"""How often one step is repeated unless set otherwise."""
+
+ADVICE = (
+    "lightning_remat: the step could not be made to fit by recomputing more. Make the batch smaller, or see with "
+    "RematCallback(budget='min') how far rematerialization goes."
+)
+OPTIMIZER_ADVICE = (
+    "lightning_remat: this happened in the optimizer's step, which may have changed some parameters already: it cannot be "
+    "repeated. Give RematCallback a smaller budget, or reserve=... the bytes that the optimizer takes for a moment."
+)
+
+
+@dataclasses.dataclass
+class _Step:
+    """What is needed to run a training step once more."""
+
+    run: Callable[[], Any]
+    state: ModuleState
+    retries: int
+
+
+class Recovering(Strategy):
+    """Mixed into a strategy, before Lightning's own."""
+
+    def recover_with(self, retries: int, options: dict[str, Any]) -> None:
+        """Take the options; called when the strategy is made."""
+        if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
+            raise ConfigError(f"retries={retries!r}: give how often a step may be repeated, 0 or more")
+        if options:
+            RematCallback(**options)  # an error comes now, not when training starts
+        self.retries = retries
+        self.recoveries = 0
+        self._options = options
+        self._remat: RematCallback | None = None
+        self._running: _Step | None = None
+        self._in_closure = False
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What this keeps on the device to undo a step."""
+        assert self.lightning_module is not None
+        return ModuleState(self.lightning_module, self.root_device).nbytes
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        self._running, self.recoveries = None, 0
+        if trainer.state.fn != "fit":
+            return
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        self._remat = next((one for one in callbacks if isinstance(one, RematCallback)), None)
+        if self._remat is None:
+            self._remat = RematCallback(**self._options)
+            callbacks.insert(0, self._remat)
+            assert self.lightning_module is not None
+            self._remat.setup(trainer, self.lightning_module, "fit")
+        elif self._options:
+            raise ConfigError(
+                f"{type(self).__name__} was given {', '.join(self._options)}, and the Trainer has a RematCallback with options "
+                "of its own: give them in one place"
+            )
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._running = None
+        training_step = self._remat.training_step if self._remat is not None else None
+        if training_step is not None:
+            self._adopt_budget(training_step)
+            training_step.guard = self._repeating
+        return super().training_step(*args, **kwargs)
+
+    def _repeating(self, run: Callable[[], Any]) -> Any:
+        """The forward of a step, as often as it takes. (Within that of DDP: what DDP does before is done once.)"""
+        module = self.lightning_module
+        assert module is not None
+        if self._running is None:
+            self._running = _Step(run, ModuleState(module, self.root_device), self.retries)
+        while True:
+            try:
+                return run()
+            except RuntimeError as error:
+                if not self._can_repeat(error):
+                    raise
+                tighten = self._prepare(error)
+            tighten()
+
+    @override
+    def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        gradients = self._gradients()
+        while True:
+            try:
+                return super().backward(closure_loss, optimizer, *args, **kwargs)
+            except RuntimeError as error:
+                if not self._can_repeat(error) or not self._restore(gradients):
+                    raise
+                closure_loss.detach_()  # whoever else holds it does not hold what it was computed from
+                tighten = self._prepare(error)
+            tighten()
+            accumulated: int = self.lightning_module.trainer.accumulate_grad_batches  # type: ignore[union-attr]
+            loss = ClosureResult.from_training_step_output(self._again(), accumulated).closure_loss
+            assert loss is not None
+            closure_loss = loss
+
+    @override
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        def watched() -> Any:
+            self._in_closure = True
+            result = closure()
+            self._in_closure = False
+            return result
+
+        self._in_closure = False
+        try:
+            return super().optimizer_step(optimizer, watched, *args, **kwargs)
+        except RuntimeError as error:
+            if is_out_of_memory(error) and not self._in_closure:
+                error.add_note(OPTIMIZER_ADVICE)
+            raise
+
+    # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _can_repeat(self, error: RuntimeError) -> bool:
+        step = self._running
+        automatic = self.lightning_module is not None and self.lightning_module.automatic_optimization
+        if not is_out_of_memory(error) or step is None or not automatic or self._remat is None:
+            return False
+        if step.retries == 0 or self._remat.training_step is None:
+            error.add_note(ADVICE)
+            return False
+        step.retries -= 1
+        return True
+
+    def _prepare(self, error: RuntimeError) -> Callable[[], None]:
+        """Release what the step held, and put its state back; what is returned plans it again."""
+        step, remat = self._running, self._remat
+        assert step is not None and remat is not None and remat.training_step is not None
+        training_step = remat.training_step
+        # The frames of an error hold tensors.
+        inner: BaseException | None = error
+        while inner is not None:
+            inner.__traceback__ = None
+            inner = inner.__cause__ or inner.__context__
+
+        def tighten() -> None:
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            step.state.restore()
+            budget: int | None = None
+            with contextlib.suppress(InfeasibleBudgetError):
+                budget = training_step.scheduled.tighten()
+            if budget is None:
+                error.add_note(ADVICE)
+                raise error
+            self.recoveries += 1
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            log.warning("The step ran out of memory (%s): it is repeated within %s bytes.", said, f"{budget:,}")
+            self._tell_budget(training_step, budget)
+
+        return tighten
+
+    def _again(self) -> Any:
+        """The forward once more: what it logs and gives to metrics has been made, and DDP has begun its step."""
+        step, training_step = self._running, self._remat.training_step if self._remat is not None else None
+        assert step is not None and training_step is not None
+        training_step.rehearsal = True
+        try:
+            with self.precision_plugin.train_step_context():
+                return self._repeating(step.run)
+        finally:
+            training_step.rehearsal = False
+
+    def _gradients(self) -> list[tuple[torch.nn.Parameter, torch.Tensor | None, int]]:
+        module = self.lightning_module
+        assert module is not None
+        return [
+            (p, p.grad, p.grad._version if p.grad is not None else 0) for p in module.parameters() if p.requires_grad
+        ]
+
+    def _restore(self, before: list[tuple[torch.nn.Parameter, torch.Tensor | None, int]]) -> bool:
+        """Whether the gradients are, or can be made, what they were before the backward."""
+        changed = [
+            (parameter, gradient)
+            for parameter, gradient, version in before
+            if parameter.grad is not gradient or (gradient is not None and gradient._version != version)
+        ]
+        if self.world_size > 1 and changed:  # some are being reduced
+            return False
+        if any(gradient is not None for _, gradient in changed):  # added to
+            return False
+        for parameter, _ in changed:
+            parameter.grad = None
+        return True
+
+    def _adopt_budget(self, training_step: TrainingStep) -> None:
+        """Come down to what another process has come down to."""
+        agreement = training_step.scheduled.agreement
+        told = [int(budget) for budget in agreement.news("budget")] if agreement is not None else []
+        if told:
+            with contextlib.suppress(InfeasibleBudgetError):  # then what this process has is its smallest
+                training_step.scheduled.tighten(min(told))
+
+    def _tell_budget(self, training_step: TrainingStep, budget: int) -> None:
+        """Tell the other processes what this one has come down to."""
+        if training_step.scheduled.agreement is not None:
+            training_step.scheduled.agreement.tell("budget", str(budget))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator had no more to give."""
+    return isinstance(error, torch.OutOfMemoryError) or is_oom_error(error)

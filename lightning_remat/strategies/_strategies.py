@@ -1,0 +1,105 @@
+"""`RematStrategy` and `RematDDPStrategy`: what they add to Lightning's own is in `_recovery`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from typing_extensions import override
+
+from lightning_remat.errors import ConfigError
+from lightning_remat.strategies._recovery import RETRIES, Recovering
+
+
+class RematStrategy(Recovering, SingleDeviceStrategy):
+    """One device, on which a training step that runs out of memory is planned again, within less, and repeated.
+
+    An out-of-memory error inside forward or backward does not end the run: no parameter has changed by then. What the step
+    held is released, random state and buffers are put back, and the step is planned within a tighter budget and run again,
+    with the same bits as if nothing had happened. That is done a bounded number of times; then, and for an error in the
+    optimizer's step, the original error comes out, with advice.
+
+    Works with the `RematCallback` of the Trainer, and adds one with these options where there is none.
+
+    Args:
+        retries: how often one step may be repeated.
+        device: "cpu", "cuda:0"; by default what ``Trainer(accelerator=..., devices=...)`` chooses.
+        checkpoint_io, precision_plugin, accelerator: see Lightning's `SingleDeviceStrategy`.
+        **options: of `RematCallback`, where the Trainer has none.
+
+    Raises:
+        ConfigError: for options beside a `RematCallback` that has its own, and for several devices.
+
+    Example:
+        >>> import lightning as L
+        >>> import lightning_remat.strategies
+        >>> trainer = L.Trainer(strategy="remat", accelerator="cpu", logger=False, enable_checkpointing=False)
+    """
+
+    strategy_name = "remat"
+
+    def __init__(
+        self,
+        *,
+        retries: int = RETRIES,
+        device: torch.device | str | None = None,
+        accelerator: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            device=device if device is not None else "cpu",
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self._given_device = device is not None
+        self.recover_with(retries, options)
+
+    # The Trainer hands its devices to strategies that have this attribute.
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The device, once it is known."""
+        return [self.root_device] if self._given_device else None
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        if devices is not None and len(devices) > 1:
+            raise ConfigError(
+                f"strategy='remat' trains on one device, and {len(devices)} were given: use strategy='remat_ddp', or devices=1"
+            )
+        if devices:
+            self._root_device = torch.device(devices[0])
+            self._given_device = True
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        strategy_registry.register(cls.strategy_name, cls, description="One device; recovers from out-of-memory errors")
+
+
+class RematDDPStrategy(Recovering, DDPStrategy):
+    """DDP, in whose processes a training step that runs out of memory is planned again, within less, and repeated.
+
+    As `RematStrategy`. A process that repeats its step does so before any of its gradients is reduced: the others wait in the
+    reduction that they have begun, and none is lost. The tighter budget is that of all processes from their next step on.
+
+    Args:
+        retries: how often one step may be repeated.
+        options: of `RematCallback`, where the Trainer has none.
+        **ddp: see Lightning's `DDPStrategy`.
+    """
+
+    strategy_name = "remat_ddp"
+
+    def __init__(self, *, retries: int = RETRIES, options: dict[str, Any] | None = None, **ddp: Any) -> None:
+        super().__init__(**ddp)
+        self.recover_with(retries, options or {})
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        strategy_registry.register(cls.strategy_name, cls, description="DDP; recovers from out-of-memory errors")

@@ -1,0 +1,288 @@
+"""The batch size finder: what it finds fits, is set where the loader looks, and leaves no other trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_remat import InfeasibleBudgetError
+from lightning_remat.callbacks import RematBatchSizeFinder, RematCallback
+from lightning_remat.errors import BudgetError, ConfigError
+from lightning_remat.planner import RematWarning
+from tests.helpers.training import Classifier, assert_same, callback, loader, trainer
+
+SAMPLES = 4096
+BUDGET = 4 * 2**20
+
+
+def deep(width: int = 64, layers: int = 6) -> nn.Sequential:
+    parts = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.BatchNorm1d(width), nn.Tanh())]
+    return nn.Sequential(nn.Linear(16, width), *parts, nn.Dropout(0.1), nn.Linear(width, 4))
+
+
+class Sized(Classifier):
+    """Makes its own loader."""
+
+    def __init__(self, batch_size: int = 16) -> None:
+        super().__init__()
+        self.net = deep()
+        self.batch_size = batch_size
+        self.steps = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loader(SAMPLES, self.batch_size, shuffle=True)
+
+
+class InHparams(Sized):
+    def __init__(self, batch_size: int = 16) -> None:
+        super().__init__()
+        del self.batch_size
+        self.save_hyperparameters("batch_size")
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loader(SAMPLES, self.hparams.batch_size)
+
+
+class Data(pl.LightningDataModule):
+    """Holds the batch size itself, or in its hparams."""
+
+    def __init__(self, batch_size: int = 16, hparams: bool = False) -> None:
+        super().__init__()
+        if hparams:
+            self.save_hyperparameters("batch_size")
+        else:
+            self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loader(SAMPLES, self.batch_size if hasattr(self, "batch_size") else self.hparams.batch_size)
+
+
+class Bare(Sized):
+    """The loader comes from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.batch_size
+
+    train_dataloader = pl.LightningModule.train_dataloader
+
+
+class Sizes(pl.Callback):
+    """Batch sizes that the run had."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(len(batch[0]))
+
+
+def run(module: Any, finder: RematBatchSizeFinder, remat: RematCallback | None = None, **options: Any) -> Any:
+    """Two steps with what the finder finds; returns the trainer and the batch sizes."""
+    sizes = Sizes()
+    data = {name: options.pop(name) for name in ("datamodule", "train_dataloaders") if name in options}
+    remat = remat or callback(BUDGET)
+    runner = trainer(remat, finder, sizes, **{"limit_train_batches": 2, **options})
+    runner.fit(module, **data)
+    return runner, sizes.seen
+
+
+def holders() -> dict[str, Any]:
+    return {
+        "module": lambda: (Sized(), {}),
+        "hparams": lambda: (InHparams(), {}),
+        "datamodule": lambda: (Bare(), {"datamodule": Data()}),
+        "datamodule hparams": lambda: (Bare(), {"datamodule": Data(hparams=True)}),
+    }
+
+
+@pytest.mark.parametrize("holder", holders())
+def test_the_largest_is_set_where_the_loader_looks(holder):
+    torch.manual_seed(0)
+    module, data = holders()[holder]()
+    finder, remat = RematBatchSizeFinder(), callback(BUDGET)
+    _, seen = run(module, finder, remat, **data)
+    found = finder.found
+    assert found.batch_size == finder.optimal_batch_size > 1.5 * found.without > found.before == 16
+    assert set(seen) == {found.batch_size}
+    assert found.measured_peak_bytes <= found.plan.budget_bytes == BUDGET
+    assert found.measured_peak_bytes == pytest.approx(found.plan.predicted_peak_bytes, rel=0.02)
+    (plan,) = remat.plans
+    assert plan.predicted_peak_bytes <= BUDGET and plan.rematerializes
+    assert str(found.batch_size) in found.summary() and "samples a second" in found.summary()
+
+
+def test_a_larger_one_does_not_fit_or_costs_too_much():
+    finder = RematBatchSizeFinder(max_overhead=0.25)
+    run(Sized(), finder)
+    found = finder.found
+    assert found.plan.overhead <= 0.25 * 1.05
+    assert found.plan.overhead > 0.1 or found.plan.predicted_peak_bytes > 0.97 * BUDGET
+
+
+def test_the_run_is_that_of_the_same_batch_size_without_the_finder():
+    """Parameters, buffers, random numbers, logs and own state: the search leaves nothing behind."""
+    results = []
+    for searched in (True, False):
+        torch.manual_seed(0)
+        module = Sized()
+        if searched:
+            finder = RematBatchSizeFinder()
+            torch.manual_seed(7)
+            runner, _ = run(module, finder)
+        else:
+            module.batch_size = finder.optimal_batch_size
+            runner = trainer(limit_train_batches=2)
+            torch.manual_seed(7)
+            runner.fit(module)
+        results.append(
+            {
+                "state": module.state_dict(),
+                "steps": module.steps,
+                "metrics": dict(runner.callback_metrics),
+                "random": torch.random.get_rng_state(),
+            }
+        )
+    assert_same(*results)
+    assert results[0]["steps"] == 2
+
+
+def test_max_val_margin_and_the_dataset_are_limits():
+    finder = RematBatchSizeFinder(max_val=24)
+    run(Sized(), finder)
+    assert finder.optimal_batch_size == 24
+    free, half = RematBatchSizeFinder(), RematBatchSizeFinder(margin=0.5)
+    run(Sized(), free)
+    run(Sized(), half)
+    assert half.optimal_batch_size == pytest.approx(free.optimal_batch_size / 2, rel=0.05)
+    finder = RematBatchSizeFinder()
+    run(Sized(), finder, callback("2GiB"))
+    assert finder.optimal_batch_size == SAMPLES
+
+
+def test_a_loader_made_from_a_batch_size():
+    finder = RematBatchSizeFinder(train_dataloader=lambda size: loader(SAMPLES, size))
+    _, seen = run(Bare(), finder, train_dataloaders=loader(SAMPLES, 8))
+    assert finder.found.before == 8 < finder.optimal_batch_size and set(seen) == {finder.optimal_batch_size}
+
+
+def test_the_effective_batch_size_is_kept():
+    finder = RematBatchSizeFinder(keep_effective_batch_size=True)
+    runner, seen = run(Sized(batch_size=96), finder, accumulate_grad_batches=4)
+    found = finder.found
+    assert found.batch_size * found.accumulate_grad_batches == 384
+    assert found.batch_size > 96 and set(seen) == {found.batch_size}
+    assert runner.accumulate_grad_batches == found.accumulate_grad_batches
+
+
+class Derived(pl.LightningDataModule):
+    """What the loader is made with was computed when the datamodule was set up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_size = 16
+
+    def setup(self, stage: str) -> None:
+        self.batch_size_per_device = self.batch_size // 2
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loader(SAMPLES, self.batch_size_per_device)
+
+
+def test_a_loader_that_does_not_follow_is_refused():
+    with pytest.raises(ConfigError, match="batches of 8.*batch_arg_name"):
+        run(Bare(), RematBatchSizeFinder(), datamodule=Derived())
+    finder = RematBatchSizeFinder(batch_arg_name="batch_size_per_device")
+    _, seen = run(Bare(), finder, datamodule=Derived())
+    assert set(seen) == {finder.optimal_batch_size}
+
+
+class Pairs(Sized):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch["image"], batch_idx), "more": 1}
+
+    def train_dataloader(self) -> Any:
+        return {"image": loader(SAMPLES, self.batch_size), "text": loader(SAMPLES, self.batch_size)}
+
+
+def test_several_loaders_and_outputs_in_a_dict():
+    finder = RematBatchSizeFinder()
+    runner, _ = run(Pairs(), finder, limit_train_batches=1)
+    assert finder.optimal_batch_size > 16 and runner.global_step == 1
+
+
+def test_what_cannot_be_predicted_stays_as_it_is():
+    class Recurrent(Sized):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(16, 4))
+            self.recurrent = nn.LSTM(16, 16)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            return super().training_step((self.recurrent(x)[0], y), batch_idx)
+
+    finder = RematBatchSizeFinder()
+    with pytest.warns(RematWarning, match="the batch size stays at 16"):
+        _, seen = run(Recurrent(), finder)
+    assert finder.found is None and set(seen) == {16}
+
+
+def test_not_even_one_sample():
+    with pytest.raises(InfeasibleBudgetError, match="smallest feasible"):
+        run(Sized(), RematBatchSizeFinder(), callback(200_000))
+    with pytest.raises(BudgetError, match="overhead of at most 0%"):
+        run(Sized(), RematBatchSizeFinder(max_overhead=0.0), callback(460_000))
+
+
+def test_fast_dev_run_looks_for_nothing():
+    finder = RematBatchSizeFinder()
+    with pytest.warns(RematWarning, match="fast_dev_run"):
+        run(Sized(), finder, fast_dev_run=True, limit_train_batches=1.0)
+    assert finder.found is None
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: trainer(RematBatchSizeFinder()).fit(Sized()), "has none"),
+        (lambda: run(Sized(), RematBatchSizeFinder(), callback(0.5)), "is no size"),
+        (lambda: run(Bare(), RematBatchSizeFinder(), train_dataloaders=loader()), "given to fit"),
+        (lambda: run(Bare(), RematBatchSizeFinder(), datamodule=Derived(), max_steps=0), None),
+        (lambda: run(Bare(), RematBatchSizeFinder(batch_arg_name="size"), datamodule=Data()), "has 'size'"),
+        (lambda: RematBatchSizeFinder(max_val=0), "max_val"),
+        (lambda: RematBatchSizeFinder(margin=1.0), "margin"),
+        (lambda: RematBatchSizeFinder(max_overhead=-1), "max_overhead"),
+    ],
+)
+def test_what_cannot_be_used_is_told(make, words):
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+def test_manual_optimization_is_refused():
+    module = Sized()
+    module.automatic_optimization = False
+    with pytest.raises(ConfigError, match="manual optimization"):
+        run(module, RematBatchSizeFinder())
+
+
+def test_validation_needs_no_batch_size():
+    runner = trainer(callback(BUDGET), RematBatchSizeFinder())
+    dataset = TensorDataset(torch.randn(8, 16), torch.randint(4, (8,)))
+
+    class Checked(Sized):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val_loss", self.loss(batch))
+
+    runner.validate(Checked(), DataLoader(dataset, 4))
+    assert "val_loss" in runner.callback_metrics
