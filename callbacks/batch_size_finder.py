@@ -18,19 +18,20 @@ from typing_extensions import override
 from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.callbacks.distributed import available_bytes, held_on_device, smallest_of_all, unsynchronized
 from lightning_remat.callbacks.module_state import ModuleState
+from lightning_remat.callbacks.optimizer_state import optimizer_state_bytes
 from lightning_remat.callbacks.progress import PlanningProgress
 from lightning_remat.callbacks.remat import RematCallback
 from lightning_remat.callbacks.training_data import TrainingData
 from lightning_remat.callbacks.training_step import TrainingStep
 from lightning_remat.errors import ConfigError, GraphError, InfeasibleBudgetError
-from lightning_remat.measure import track_peak
+from lightning_remat.measure import held_bytes, track_peak
 from lightning_remat.planner import BatchSizes, Plan, RematConfig, RematWarning
 from lightning_remat.report import format_bytes
 
 log = logging.getLogger(__name__)
 
-MOST_CONFIRMATIONS = 4
-"""Real steps after which no larger batch size is tried: each that fails teaches the prediction."""
+SMALLER = (0.98, 0.94, 0.85, 0.7)
+"""After each real step that did not confirm: the largest batch size that is tried next, as a share of that one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,7 +241,7 @@ class _Search:
             return None
         budget = self._budget()
         without = smallest_of_all(trainer, sizes.largest_plain(budget, at_most))
-        for number in range(1, MOST_CONFIRMATIONS + 1):
+        for smaller in SMALLER:
             self.progress("looking for the largest batch size")
             size = self._usable(smallest_of_all(trainer, sizes.largest(budget, at_most)), effective)
             if size < 1:
@@ -255,10 +256,10 @@ class _Search:
                 raise sizes.refusal(budget)
             if plan is not None:
                 sizes.learn(size, plan)
-            at_most = size - 1 if number < MOST_CONFIRMATIONS - 1 else int(0.8 * size)
+            at_most = max(1, int(size * smaller))
         else:
             rank_zero_warn(
-                f"no batch size was confirmed in {MOST_CONFIRMATIONS} real steps: it stays at {data.before}",
+                f"no batch size was confirmed in {len(SMALLER)} real steps: it stays at {data.before}",
                 category=RematWarning,
             )
             return None
@@ -296,26 +297,38 @@ class _Search:
         small = max(2, min(self.data.before, at_most) // 2)
         why = f"a batch size of at most {at_most} leaves nothing to predict from"
         for sizes in ((small, 2 * small), (2 * small, 4 * small), (1, 2)):
-            if sizes[1] > at_most:
-                continue
-            found: list[tuple[int, Plan]] = []
-            for size in sizes:
-                self.progress(f"capturing a batch size of {size}")
-                plans, failures = self._capture(size)
-                if len(plans) != 1 or failures:
-                    why = failures[0] if failures else f"the step is captured as {len(plans)} graphs"
-                    break
-                found.append((size, plans[0]))
-            else:
-                try:
-                    return BatchSizes(found[0], found[1], self.remat.config, self.finder.max_overhead)
-                except GraphError as error:
-                    why = str(error)
+            if sizes[1] <= at_most:
+                found = self._from(*sizes)
+                if isinstance(found, BatchSizes):
+                    return self._closer(found, 2 * small, at_most)
+                why = found
         rank_zero_warn(
             f"the batch size stays at {self.data.before}: a larger one cannot be predicted ({why})",
             category=RematWarning,
         )
         return None
+
+    def _closer(self, sizes: BatchSizes, known: int, at_most: int) -> BatchSizes:
+        """Predictions from larger batches, which still fit as they are: the times of very small ones say little."""
+        plain = smallest_of_all(self.trainer, sizes.largest_plain(self._budget(), at_most))
+        if plain < 4 * known:
+            return sizes
+        found = self._from(plain // 2, plain)
+        return found if isinstance(found, BatchSizes) else sizes
+
+    def _from(self, small: int, large: int) -> BatchSizes | str:
+        """Predictions from two batch sizes, or why there are none."""
+        found: list[tuple[int, Plan]] = []
+        for size in (small, large):
+            self.progress(f"capturing a batch size of {size}")
+            plans, failures = self._capture(size)
+            if len(plans) != 1 or failures:
+                return failures[0] if failures else f"the step is captured as {len(plans)} graphs"
+            found.append((size, plans[0]))
+        try:
+            return BatchSizes(found[0], found[1], self.remat.config, self.finder.max_overhead)
+        except GraphError as error:
+            return str(error)
 
     def _capture(self, size: int) -> tuple[Sequence[Plan], Sequence[str]]:
         plain = dataclasses.replace(
@@ -356,12 +369,18 @@ class _Search:
         plan, measured = None, 0
         try:
             batch = self.data.batch(size)
-            self._run(step, batch)  # captures and plans
-            held = held_on_device(self.trainer, self.module, batch)
+            known = -1
+            while len(step.scheduled.plans) > known and not step.scheduled.failures:
+                known = len(step.scheduled.plans)  # a step that counts itself is captured a second time
+                self._run(step, batch)
+            # There is no optimizer state yet. (No step of it is taken: parameters stay as they are.)
+            optimizers, device = self.trainer.optimizers, self.trainer.strategy.root_device
+            missing = optimizer_state_bytes(optimizers, device) - held_bytes(*optimizers, device=device)
+            held = held_on_device(self.trainer, self.module, batch) + missing
             with track_peak(self.trainer.strategy.root_device) as peak:
                 self._run(step, batch)
-            if len(step.scheduled.plans) == 1 and peak.peak_bytes is not None:
-                plan, measured = step.scheduled.plans[0], held + peak.peak_bytes
+            if not step.scheduled.failures and peak.peak_bytes is not None:
+                plan, measured = step.scheduled.last_plan, held + peak.peak_bytes
         except InfeasibleBudgetError:
             log.info("a batch size of %d does not fit after all", size)
         except RuntimeError as error:

@@ -57,7 +57,7 @@ def show_plan(trainer: pl.Trainer, plan: Plan) -> None:
     text = io.StringIO()
     Console(file=text, width=TABLE_WIDTH).print(plan_table({plan.graph.name: plan}, title="Rematerialization"))
     bar = trainer.progress_bar_callback
-    if bar is not None and bar.is_enabled:
+    if bar is not None and getattr(bar, "is_enabled", False):
         bar.print(text.getvalue())
     else:
         rank_zero_info(text.getvalue())

@@ -51,7 +51,7 @@ def smallest_of_all(trainer: pl.Trainer, number: int) -> int:
     if trainer.world_size == 1:
         return number
     value = torch.tensor(number, dtype=torch.int64, device=trainer.strategy.root_device)
-    return int(trainer.strategy.reduce(value, reduce_op="min"))  # type: ignore[arg-type]
+    return int(trainer.strategy.reduce(value, reduce_op="min"))
 
 
 def held_on_device(trainer: pl.Trainer, module: pl.LightningModule, *beside: Any) -> int:

@@ -14,7 +14,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_remat.callbacks.dashboard import log_metrics, measured_metrics, plan_metrics, show_plan, write_plan
-from lightning_remat.callbacks.distributed import held_on_device
+from lightning_remat.callbacks.distributed import bucket_bytes, held_on_device
 from lightning_remat.callbacks.module_state import ModuleState
 from lightning_remat.callbacks.progress import PlanningProgress
 from lightning_remat.callbacks.training_data import TrainingData
@@ -22,6 +22,9 @@ from lightning_remat.callbacks.training_step import TrainingStep
 from lightning_remat.errors import ConfigError
 from lightning_remat.measure import PeakMemory, track_peak
 from lightning_remat.planner import Plan, RematConfig, RematWarning, ScheduledStep
+
+DDP_SETTLES = 2
+"""Steps after which DDP has made its buckets anew, in the order in which gradients come: not steps like the others."""
 
 
 class RematCallback(Callback):
@@ -104,6 +107,7 @@ class RematCallback(Callback):
         self.training_step: TrainingStep | None = None
         self._step: ScheduledStep | None = None  # kept after the fit: its plans can be read
         self._announced = 0
+        self._batches = 0
         self._measure_next = False
         self._limit: int | float | None = None  # `limit_train_batches`, while nothing is trained
         self._tracker = contextlib.ExitStack()
@@ -188,6 +192,7 @@ class RematCallback(Callback):
     ) -> TrainingStep | None:
         """The step of a new fit; ``None``, with a warning, where it cannot be scheduled."""
         self._step, self._announced, self._measure_next, self.measured_peak_bytes = None, 0, False, None
+        self._batches = 0
         if "dataloader_iter" in inspect.signature(module.training_step).parameters:
             rank_zero_warn(
                 "training_step takes a dataloader_iter: the step is not one function of a batch, and runs as before, "
@@ -204,7 +209,10 @@ class RematCallback(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._stop_tracking()  # of a batch that another hook has skipped
+        self._batches += 1
         if self._step is None or not self.measure:
+            return
+        if self._batches <= DDP_SETTLES and bucket_bytes(trainer):
             return
         interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         due = interval > 0 and (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % interval == 0

@@ -58,7 +58,7 @@ def test_both_run_the_same_plans(found, case):
 
 
 def test_batches_of_different_shapes_have_plans_of_their_own(found):
-    first, second = ([plan["schedule"] for plan in process["plans"]] for process in found["shapes"])
+    first, second = ([plan["budget"] for plan in process["plans"]] for process in found["shapes"])
     assert first and second and first != second
 
 

@@ -160,7 +160,8 @@ CELLS: dict[str, dict[str, Any]] = {
     "ignore:User-provided SWA:UserWarning",
     "ignore:Detected call of `lr_scheduler.step:UserWarning",
     "ignore:.*CPU.*autocast.*:UserWarning",
-    "ignore:You passed `Trainer.accelerator='cpu', precision='16-mixed'`:UserWarning",
+    "ignore:the memory of LBFGS's state:lightning_remat.planner.RematWarning",
+    "ignore:You passed .*precision='16-mixed'.*:UserWarning",
 )
 @pytest.mark.parametrize("cell", CELLS)
 def test_cell(cell: str) -> None:

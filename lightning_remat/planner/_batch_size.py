@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from lightning_remat.errors import BudgetError, GraphError, InfeasibleBudgetError, RematError
 from lightning_remat.graph import ComputationGraph
@@ -10,12 +11,12 @@ from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._plan import Plan
 from lightning_remat.report import format_bytes
 from lightning_remat.schedule import simulate
-from lightning_remat.solvers import Problem, find_smallest, linear_in_batch, max_batch_size, one_extra_forward
+from lightning_remat.solvers import Problem, find_smallest, linear_in_batch, one_extra_forward, solve
 
-SECONDS_A_TRIAL = 5.0
+SECONDS_A_TRIAL = 1.5
 """Time limit of one solve of the search; the schedule that trains gets all of its own."""
 
-PRECISION = 0.02
+PRECISION = 0.03
 """The search stops when the answer is known to within this share, and a confirming step may be over the cap by it."""
 
 
@@ -53,16 +54,30 @@ class BatchSizes:
 
     def largest(self, budget_bytes: int, at_most: int) -> int:
         """The largest batch size for which a schedule is found within the budget and the overhead; 0 for none."""
-        return max_batch_size(
-            self._graph_of,
-            budget_bytes,
-            method=self._config.solver,
-            cap=self._cap,
-            at_most=at_most,
-            precision=PRECISION,
-            time_limit=min(SECONDS_A_TRIAL, self._config.time_limit),
-            **self._config.solver_options,
-        ).batch_size
+        config, limit = self._config, min(SECONDS_A_TRIAL, self._config.time_limit)
+        low, high = 0, at_most + 1
+        middle = min(at_most, max(1, 2 * self.largest_plain(budget_bytes, at_most)))
+        while high - low > 1 + PRECISION * low:
+            graph = self._graph_of(middle)
+            if self._fits(graph, budget_bytes, self._cap(graph), config, limit):
+                low = middle
+                middle = (low + high) // 2 if high <= at_most else min(2 * low, at_most)
+            else:
+                high = middle
+                middle = (low + high) // 2
+        return low
+
+    @staticmethod
+    def _fits(graph: ComputationGraph, budget: int, cap: float, config: RematConfig, limit: float) -> bool:
+        """Whether a schedule within the budget and the cap is found; a bound often says at once that there is none."""
+        first: list[tuple[str, dict[str, Any]]] = [("crossing", {})] if config.solver == "auto" else []
+        for method, options in (*first, (config.solver, config.solver_options)):
+            found = solve(graph, budget, method, limit, **options)
+            if found.schedule is not None and found.seconds <= cap * (1 + 1e-9):
+                return True
+            if found.lower_bound_seconds > cap * (1 + 1e-9):
+                return False
+        return False
 
     def largest_plain(self, budget_bytes: int, at_most: int) -> int:
         """The largest batch size that fits without rematerialization; 0 for none."""

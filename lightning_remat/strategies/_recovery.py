@@ -210,7 +210,9 @@ class Recovering(Strategy):
             for parameter, gradient, version in before
             if parameter.grad is not gradient or (gradient is not None and gradient._version != version)
         ]
-        if self.world_size > 1 and changed:  # some are being reduced
+        if (
+            changed and self.lightning_module is not None and self.lightning_module.trainer.world_size > 1
+        ):  # some are being reduced
             return False
         if any(gradient is not None for _, gradient in changed):  # added to
             return False

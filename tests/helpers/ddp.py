@@ -57,8 +57,8 @@ def halves() -> DataLoader[Any]:
 
 
 def large() -> DataLoader[Any]:
-    """Two batches of 512 in each of two processes."""
-    return loader(2048, 512)
+    """Four batches of 512 in each of two processes."""
+    return loader(4096, 512)
 
 
 CASES: dict[str, dict[str, Any]] = {

@@ -180,7 +180,7 @@ def compare(
 
 def assert_ran(remat: RematCallback, plans: int | None = None) -> None:
     """The callback captured everything, rematerialized, and what it captured ran."""
-    assert remat.failures == ()
+    assert remat.failures == (), remat.failures
     assert remat.plans
     assert all(
         runs
