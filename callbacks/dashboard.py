@@ -63,7 +63,12 @@ def show_plan(trainer: pl.Trainer, plan: Plan) -> None:
         rank_zero_info(text.getvalue())
 
 
-def write_plan(trainer: pl.Trainer, plan: Plan, number: int) -> Path | None:
+def plan_folder(trainer: pl.Trainer) -> Path:
+    """Where plans are written. All processes ask for it together: the first one's log directory is sent to the others."""
+    return Path(trainer.log_dir or trainer.default_root_dir) / "remat"
+
+
+def write_plan(trainer: pl.Trainer, plan: Plan, number: int, folder: Path) -> Path | None:
     """Save a plan as JSON and, where matplotlib is installed, its memory timeline as PNG; show the picture in the loggers.
 
     Returns:
@@ -72,7 +77,6 @@ def write_plan(trainer: pl.Trainer, plan: Plan, number: int) -> Path | None:
     """
     if not trainer.is_global_zero or getattr(trainer, "fast_dev_run", False):
         return None
-    folder = Path(trainer.log_dir or trainer.default_root_dir) / "remat"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         plan.save(folder / f"plan-{number}.json")

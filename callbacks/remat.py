@@ -13,7 +13,14 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_remat.callbacks.dashboard import log_metrics, measured_metrics, plan_metrics, show_plan, write_plan
+from lightning_remat.callbacks.dashboard import (
+    log_metrics,
+    measured_metrics,
+    plan_folder,
+    plan_metrics,
+    show_plan,
+    write_plan,
+)
 from lightning_remat.callbacks.distributed import bucket_bytes, held_on_device
 from lightning_remat.callbacks.module_state import ModuleState
 from lightning_remat.callbacks.progress import PlanningProgress
@@ -193,6 +200,7 @@ class RematCallback(Callback):
         """The step of a new fit; ``None``, with a warning, where it cannot be scheduled."""
         self._step, self._announced, self._measure_next, self.measured_peak_bytes = None, 0, False, None
         self._batches = 0
+        self._folder = plan_folder(trainer)
         if "dataloader_iter" in inspect.signature(module.training_step).parameters:
             rank_zero_warn(
                 "training_step takes a dataloader_iter: the step is not one function of a batch, and runs as before, "
@@ -263,7 +271,7 @@ class RematCallback(Callback):
                 rank_zero_info(f"{plan.graph.name}: {plan.summary()}")
             log_metrics(trainer, plan_metrics(plan))
             if self.artifacts:
-                write_plan(trainer, plan, number)
+                write_plan(trainer, plan, number, self._folder)
         self._announced = len(self._step.plans)
 
     def _end_tracking(self, trainer: pl.Trainer) -> None:

@@ -69,6 +69,7 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulating": {"accumulate_grad_batches": 2},
     "shapes": {"make": OwnShapes},
     "auto": {"budget": "auto"},
+    "artifacts": {"make": OwnShapes, "remat": {"artifacts": True}},
     "measured": {"make": Wide, "train": large, "remat": {"measure": True}},
     "measured-views": {
         "make": Wide,
@@ -88,7 +89,7 @@ def run(name: str, folder: Path) -> None:
     case = {"make": Classifier, "train": halves, "ddp": {}, "remat": {}, "budget": 0.4, **CASES[name]}
     make, ddp, budget, options = (case.pop(key) for key in ("make", "ddp", "budget", "remat"))
     fails, times = case.pop("fails", None), case.pop("times", 1)
-    case |= {"devices": 2, "use_distributed_sampler": True}
+    case |= {"devices": 2, "use_distributed_sampler": True, "default_root_dir": folder}
     plain = fit(make, strategy=DDPStrategy(**ddp), **case)
     rank = plain.trainer.global_rank
     if name == "auto":  # what the devices have differs; the smaller is that of the second process
