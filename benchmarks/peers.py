@@ -4,7 +4,7 @@
 
 Each network runs in a process of its own. In it every method gets its own copy of the network, the same batch and the same
 seeds; two steps are compared with eager's bit by bit, the allocator's peak is taken over a third, and then the methods take
-turns, one step each, for ``--steps`` rounds after three to warm up: what disturbs the machine disturbs all alike.
+turns, one step each in random order, for ``--steps`` rounds after three to warm up: what disturbs the machine disturbs all alike.
 By default this project runs at the peaks that its peers were measured to reach; what holds is told in a second table.
 
 A step is what Lightning does: forward, ``zero_grad``, backward. The old gradients live through the forward.
@@ -24,6 +24,7 @@ import json
 import math
 import os
 import platform
+import random
 import statistics
 import subprocess
 import sys
@@ -180,9 +181,10 @@ def _measured(method: Method, workload: networks.Workload, reference: Facts, say
 
 
 def _take_turns(runners: Sequence[Runner], rounds: int) -> None:
-    """One timed step more of each, ``rounds`` times, every other time in the reverse order."""
-    for number in range(rounds):
-        for runner in runners if number % 2 == 0 else reversed(runners):
+    """One timed step more of each, ``rounds`` times, each time in another order: what runs before a step disturbs it."""
+    shuffled = random.Random(0)
+    for _ in range(rounds):
+        for runner in shuffled.sample(runners, len(runners)):
             if runner.row.status == "ok":
                 graphs = _graphs_captured()
                 with _failing_into(runner):
@@ -304,10 +306,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 200)
     out: Path = options.out or RESULTS / f"peers-{options.size}-{torch.device(options.device).type}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    found: list[dict[str, Any]] = []
+    found: dict[str, dict[str, Any]] = {}
+    if options.keep and out.exists():
+        found = {result["name"]: result for result in json.loads(out.read_text(encoding="utf-8"))["networks"]}
+    errors = False
     for name in options.network or networks.networks():
-        result = _in_own_process(name, options)
-        found.append(result)
+        result = found[name] = {**_in_own_process(name, options), "date": _now(), "settings": _settings(options)}
+        errors |= "error" in result
         rows = [Row.from_dict(row) for row in result["rows"]]
         if rows:
             console.print(rows_table(f"{result['description']} on {options.device}", rows))
@@ -315,9 +320,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(verdict_table("What holds", Verdict.from_dict(result["verdict"])))
         if "error" in result:
             console.print(f"{name}: {result['error']}", style="red", markup=False)
-        _write(out, found, options)  # after each network: a long run that is ended early leaves what it has
+        # After each network: a long run that is ended early leaves what it has.
+        _write(out, list(found.values()), options)
     console.print(f"written: {out}, and a picture beside it", markup=False, soft_wrap=True)
-    return 1 if any("error" in result for result in found) else 0
+    return 1 if errors else 0
 
 
 def _write(out: Path, found: list[dict[str, Any]], options: argparse.Namespace) -> None:
@@ -325,23 +331,32 @@ def _write(out: Path, found: list[dict[str, Any]], options: argparse.Namespace) 
     data = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": _now(),
         "machine": _machine(options.device),
         "versions": _versions(),
-        "settings": {
-            "size": options.size,
-            "device": options.device,
-            "steps": options.steps,
-            "time_limit": options.time_limit,
-            "warm_up": WARM_UP,
-            "deterministic": options.deterministic,
-        },
+        "settings": _settings(options),
         "networks": found,
     }
     out.write_text(json.dumps(_plain(data), indent=1, allow_nan=False) + "\n", encoding="utf-8")
     drawn = [(result["description"], [Row.from_dict(row) for row in result["rows"]]) for result in found]
     if any(rows for _, rows in drawn):
         picture([one for one in drawn if one[1]], out.with_suffix(".png"))
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "size": options.size,
+        "device": options.device,
+        "steps": options.steps,
+        "duels": options.duels,
+        "time_limit": options.time_limit,
+        "warm_up": WARM_UP,
+        "deterministic": options.deterministic,
+    }
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -370,6 +385,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--time-limit", type=float, help="seconds of this project's planner; default: its own")
     parser.add_argument("--out", type=Path, help="the JSON file; the picture goes beside it")
+    parser.add_argument("--keep", action="store_true", help="keep what the file has of networks that are not run again")
     parser.add_argument(
         "--deterministic",
         action=argparse.BooleanOptionalAction,

@@ -31,7 +31,7 @@ SLOWER, PREDICTION, SMALLEST, UNAVOIDABLE = 1.02, 0.01, 0.8, 1.05
 SAME_PEAK = 1.01
 """Points whose peaks differ by less share an opponent, at the smallest of their peaks."""
 FASTER = 0.95
-"""A point with less memory is not matched again where another, no larger, took less than this much of its seconds."""
+"""A point need not be matched where another, no larger, took less than this much of its seconds. Eager's always is."""
 
 
 # -- points and opponents ---------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ def to_match(rows: Sequence[Row]) -> list[list[Row]]:
     """The points that need an opponent, those of nearly the same peak together, smallest peak first."""
     groups: list[list[Row]] = []
     for row in points(rows):
-        if dominating(row, rows, FASTER):
+        if row.family != EAGER and dominating(row, rows, FASTER):
             continue
         if groups and (row.peak_bytes or 0) <= SAME_PEAK * (groups[-1][0].peak_bytes or 0):
             groups[-1].append(row)

@@ -171,6 +171,10 @@ class TestVerdict:
             ["eager"],
         ]  # 0.3 takes more of both than another
 
+    def test_eager_is_always_matched(self) -> None:
+        rows = [*measured(), point("budget 1", ATEN, 900, 0.9)]
+        assert [[row.method for row in group] for group in to_match(rows)][-2:] == [["budget 1"], ["eager"]]
+
     def test_all_of_it_holds(self) -> None:
         verdict = judge(measured())
         assert verdict.holds and len(verdict.points) == 3
