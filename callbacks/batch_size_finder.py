@@ -345,7 +345,7 @@ class _Search:
             self.trainer,
             self.module,
             config,
-            reserve=self.remat.reserve,
+            reserve=self.remat.config.reserve,
             progress=self.progress,
             leave_alone=False,
         )

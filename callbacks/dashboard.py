@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning_utilities.core.rank_zero import rank_zero_info
 from rich.console import Console
 
@@ -90,8 +90,12 @@ def write_plan(trainer: pl.Trainer, plan: Plan, number: int, folder: Path) -> Pa
     except (RematError, OSError) as error:
         warnings.warn(f"no picture of the plan was made: {error}", RematWarning, stacklevel=2)
         return folder
+    step = trainer.fit_loop.epoch_loop._batches_that_stepped
     for logger in trainer.loggers:
-        _show(logger, figure, path, trainer.fit_loop.epoch_loop._batches_that_stepped)
+        try:
+            _show(logger, figure, path, path.with_suffix(".json"), step)
+        except Exception as error:  # noqa: BLE001 - whatever a client raises: training goes on
+            warnings.warn(f"{type(logger).__name__} did not take the plan: {error}", RematWarning, stacklevel=2)
     return folder
 
 
@@ -107,13 +111,15 @@ def _figure(plan: Plan) -> Any:
     )
 
 
-def _show(logger: Logger, figure: Any, path: Path, step: int) -> None:
-    """The picture, in a logger that takes one."""
-    if hasattr(logger, "log_image"):  # Weights & Biases, Comet-like
-        logger.log_image("remat/memory_timeline", [str(path)], step=step)
-        return
-    experiment: Any = getattr(logger, "experiment", None)
-    if hasattr(experiment, "add_figure"):  # TensorBoard
-        experiment.add_figure("remat/memory_timeline", figure, global_step=step, close=False)
-    elif hasattr(experiment, "log_artifact") and hasattr(logger, "run_id"):  # MLflow
-        experiment.log_artifact(logger.run_id, str(path))
+def _show(logger: Logger, figure: Any, picture: Path, plan: Path, step: int) -> None:
+    """The picture, and the plan as an artefact, in a logger that takes them."""
+    if isinstance(logger, WandbLogger):
+        logger.log_image("remat/memory_timeline", [str(picture)], step=step)
+        logger.experiment.log_artifact(str(plan), type="remat_plan")
+    elif isinstance(logger, MLFlowLogger):
+        for file in (picture, plan):
+            logger.experiment.log_artifact(logger.run_id, str(file), "remat")
+    elif isinstance(logger, TensorBoardLogger):
+        logger.experiment.add_figure("remat/memory_timeline", figure, global_step=step, close=False)
+    elif hasattr(logger, "log_image"):  # others that follow Lightning's signature
+        logger.log_image("remat/memory_timeline", [str(picture)], step=step)

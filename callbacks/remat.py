@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_remat.callbacks.config import RematCallbackConfig
 from lightning_remat.callbacks.dashboard import (
     log_metrics,
     measured_metrics,
@@ -28,7 +31,7 @@ from lightning_remat.callbacks.training_data import TrainingData
 from lightning_remat.callbacks.training_step import TrainingStep
 from lightning_remat.errors import ConfigError
 from lightning_remat.measure import PeakMemory, track_peak
-from lightning_remat.planner import Plan, RematConfig, RematWarning, ScheduledStep
+from lightning_remat.planner import Plan, RematWarning, ScheduledStep
 
 DDP_SETTLES = 2
 """Steps after which DDP has made its buckets anew, in the order in which gradients come: not steps like the others."""
@@ -93,7 +96,7 @@ class RematCallback(Callback):
         plan_only: bool = False,
     ) -> None:
         super().__init__()
-        self.config = RematConfig.from_mapping(
+        self.config = RematCallbackConfig.from_mapping(
             {
                 "budget": budget,
                 "solver": solver,
@@ -101,15 +104,13 @@ class RematCallback(Callback):
                 "cost_model": cost_model,
                 "margin": margin,
                 "background": background,
+                "reserve": reserve,
                 "solver_options": dict(solver_options or {}),
+                "measure": measure,
+                "artifacts": artifacts,
+                "plan_only": plan_only,
             }
         )
-        if isinstance(reserve, bool) or not isinstance(reserve, int) or reserve < 0:
-            raise ConfigError(f"reserve={reserve!r}: give a number of bytes, 0 or more")
-        self.reserve = reserve
-        self.measure = measure
-        self.artifacts = artifacts
-        self.plan_only = plan_only
         self.measured_peak_bytes: int | None = None
         self.training_step: TrainingStep | None = None
         self._step: ScheduledStep | None = None  # kept after the fit: its plans can be read
@@ -119,6 +120,21 @@ class RematCallback(Callback):
         self._limit: int | float | None = None  # `limit_train_batches`, while nothing is trained
         self._tracker = contextlib.ExitStack()
         self._tracked: tuple[PeakMemory, int] | None = None
+
+    @classmethod
+    def from_config(cls, source: Mapping[str, Any] | str | Path) -> RematCallback:
+        """A callback from a mapping, an OmegaConf node, or a YAML file, whose keys are the options of `RematCallbackConfig`.
+
+        Raises:
+            ConfigError: for a file that cannot be read, and for an unknown or malformed option, naming the accepted ones.
+            BudgetError: for a budget that cannot be understood.
+
+        Example:
+            >>> RematCallback.from_config({"budget": "8GiB", "solver": "auto"}).config.budget
+            '8GiB'
+        """
+        config = RematCallbackConfig.load(source)
+        return cls(**{field.name: getattr(config, field.name) for field in dataclasses.fields(config)})
 
     # -- what a user reads --------------------------------------------------------------------------------------------
 
@@ -166,7 +182,7 @@ class RematCallback(Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self.plan_only:
+        if not self.config.plan_only:
             return
         progress = PlanningProgress()
         step = self._scheduled(trainer, pl_module, progress)
@@ -208,7 +224,7 @@ class RematCallback(Callback):
                 category=RematWarning,
             )
             return None
-        step = TrainingStep(trainer, module, self.config, reserve=self.reserve, progress=progress)
+        step = TrainingStep(trainer, module, self.config, reserve=self.config.reserve, progress=progress)
         self._step = step.scheduled
         return step
 
@@ -218,7 +234,7 @@ class RematCallback(Callback):
     ) -> None:
         self._stop_tracking()  # of a batch that another hook has skipped
         self._batches += 1
-        if self._step is None or not self.measure:
+        if self._step is None or not self.config.measure:
             return
         if self._batches <= DDP_SETTLES and bucket_bytes(trainer):
             return
@@ -270,7 +286,7 @@ class RematCallback(Callback):
             else:
                 rank_zero_info(f"{plan.graph.name}: {plan.summary()}")
             log_metrics(trainer, plan_metrics(plan))
-            if self.artifacts:
+            if self.config.artifacts:
                 write_plan(trainer, plan, number, self._folder)
         self._announced = len(self._step.plans)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import io
 import pickle
 import re
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,11 +22,13 @@ from lightning.pytorch.callbacks import (
     TQDMProgressBar,
 )
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_remat.budget import device_total_bytes
-from lightning_remat.callbacks import RematCallback
+from lightning_remat.callbacks import RematCallback, RematCallbackConfig
 from lightning_remat.errors import BudgetError, ConfigError, InfeasibleBudgetError
 from lightning_remat.planner import RematWarning
 from tests.helpers.training import (
@@ -418,7 +422,7 @@ def test_the_module_can_be_copied_pickled_and_loaded():
 
 def test_the_callback_can_be_copied_and_pickled_before_a_fit():
     remat = pickle.loads(pickle.dumps(copy.deepcopy(RematCallback(0.25, reserve=7))))
-    assert (remat.config.budget, remat.reserve, remat.plan, remat.plans) == (0.25, 7, None, ())
+    assert (remat.config.budget, remat.config.reserve, remat.plan, remat.plans) == (0.25, 7, None, ())
 
 
 # -- things that go wrong ---------------------------------------------------------------------------------------------
@@ -483,11 +487,55 @@ def test_a_user_compiled_module_is_refused():
         ({"margin": 1.0}, ConfigError, "margin"),
         ({"time_limit": 0}, ConfigError, "time_limit"),
         ({"solver_options": {"magic": 1}}, ConfigError, "no option 'magic'"),
+        ({"measure": 1}, ConfigError, "measure=1: give True or False"),
     ],
 )
 def test_options_that_cannot_be_used(options, error, words):
     with pytest.raises(error, match=words):
         RematCallback(**options)
+
+
+class TestConfig:
+    """One schema for all options, from wherever they come."""
+
+    def test_it_has_every_option_of_the_callback(self) -> None:
+        options = inspect.signature(RematCallback).parameters
+        fields = {field.name: field.default for field in dataclasses.fields(RematCallbackConfig)}
+        assert options.keys() == fields.keys()
+        plain = {name for name in options if name != "solver_options"}  # a dict, which no default may be
+        assert {name: options[name].default for name in plain} == {name: fields[name] for name in plain}
+
+    def test_a_yaml_file(self, tmp_path: Path) -> None:
+        file = tmp_path / "remat.yaml"
+        file.write_text(
+            "budget: 600MiB\nsolver: greedy\ntime_limit: 5\nreserve: ${oc.decode:'1024'}\nplan_only: true\n"
+        )
+        remat = RematCallback.from_config(file)
+        expected = RematCallbackConfig(budget="600MiB", solver="greedy", time_limit=5.0, reserve=1024, plan_only=True)
+        assert remat.config == expected == RematCallback.from_config(str(file)).config
+
+    def test_a_structured_node(self) -> None:
+        node = OmegaConf.merge(OmegaConf.structured(RematCallbackConfig), {"budget": 0.5, "measure": False})
+        assert RematCallback.from_config(node).config == RematCallbackConfig(budget=0.5, measure=False)
+        with pytest.raises(OmegaConfBaseException):
+            OmegaConf.merge(OmegaConf.structured(RematCallbackConfig), {"time_limit": "long"})
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("bugdet: 1\n", "unknown option 'bugdet'; the options are budget, solver"),
+            ("time_limit: long\n", "cannot be read"),
+            ("- budget\n", "mapping"),
+            ("budget: [\n", "cannot be read as a YAML file"),
+            (None, "cannot be read as a YAML file"),
+        ],
+    )
+    def test_what_cannot_be_used_is_told(self, text: str | None, words: str, tmp_path: Path) -> None:
+        file = tmp_path / "remat.yaml"
+        if text is not None:
+            file.write_text(text)
+        with pytest.raises(ConfigError, match=words):
+            RematCallback.from_config(file)
 
 
 def test_a_budget_over_the_device():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from torch import nn
 
 from lightning_remat.callbacks import RematCallback
@@ -126,6 +126,48 @@ def test_scalars_and_image_in_tensorboard(tmp_path):
     assert set(events.Tags()["scalars"]) >= PLANNED | MEASURED
     assert events.Tags()["images"] == ["remat/memory_timeline"]
     assert events.Scalars("remat/budget_GiB")[0].value == pytest.approx(remat.plan.budget_bytes / GIB)
+
+
+def test_scalars_picture_and_plan_in_weights_and_biases(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    logger = WandbLogger(save_dir=tmp_path, offline=True, project="remat")
+    remat = callback(measure=True, artifacts=True)
+    fit(Classifier, remat, logger=logger, train=lambda: loader(24))
+    run = logger.experiment
+    summary = dict(run.summary)
+    assert summary.keys() >= PLANNED | MEASURED
+    assert summary["remat/budget_GiB"] == pytest.approx(remat.plan.budget_bytes / GIB)
+    files = Path(run.dir)
+    wandb.finish()
+    pictures = list(files.rglob("media/images/remat/memory_timeline*.png"))
+    assert len(pictures) == len(remat.plans)
+    (record,) = files.parent.glob("*.wandb")
+    said = record.read_bytes()
+    assert b"remat_plan" in said and b"plan-1.json" in said
+
+
+def test_scalars_picture_and_plan_in_mlflow(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    logger = MLFlowLogger("remat", tracking_uri=f"file:{tmp_path / 'runs'}")
+    remat = callback(measure=True, artifacts=True)
+    fit(Classifier, remat, logger=logger, train=lambda: loader(24), default_root_dir=tmp_path)
+    client = mlflow.MlflowClient(f"file:{tmp_path / 'runs'}")
+    metrics = client.get_run(logger.run_id).data.metrics
+    assert metrics.keys() >= PLANNED | MEASURED
+    assert metrics["remat/budget_GiB"] == pytest.approx(remat.plan.budget_bytes / GIB)
+    found = {Path(file.path).name for file in client.list_artifacts(logger.run_id, "remat")}
+    assert found >= {"plan-1.json", "plan-1.png"}
+
+
+def test_a_logger_that_fails_does_not_end_the_training(tmp_path, monkeypatch):
+    logger = TensorBoardLogger(tmp_path)
+    monkeypatch.setattr(logger.experiment, "add_figure", lambda *_args, **_kwargs: 1 / 0)
+    remat = callback(artifacts=True)
+    with pytest.warns(RematWarning, match="TensorBoardLogger did not take the plan: division by zero"):
+        fit(Classifier, remat, logger=logger, train=lambda: loader(16))
+    assert remat.runs[0] > 0
 
 
 def test_no_logger_writes_to_the_default_folder(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,9 +21,9 @@ class TensorSpec:
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorSpec:
-        """The spec of a real or fake tensor with static sizes."""
-        return cls(tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride())), tensor.dtype, tensor.device)
+    def of(cls, tensor: torch.Tensor, size: Callable[[Any], int] = int) -> TensorSpec:
+        """The spec of a real or fake tensor; ``size`` gives the number that a size of it stands for."""
+        return cls(tuple(map(size, tensor.shape)), tuple(map(size, tensor.stride())), tensor.dtype, tensor.device)
 
     @property
     def span(self) -> int:
@@ -35,6 +36,11 @@ class TensorSpec:
     def nbytes(self) -> int:
         """Bytes of ``span``."""
         return self.span * self.dtype.itemsize
+
+    @property
+    def whole(self) -> bool:
+        """Whether each element of the storage is one of the tensor's."""
+        return self.span == math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ import torch.fx
 from lightning_remat.capture import _ops
 from lightning_remat.capture._autocast import NO_AUTOCAST, Autocast, share_casts
 from lightning_remat.capture._call import OpCall, TensorSpec
-from lightning_remat.capture._torch import HigherOrderOperator, OpOverload, hint
+from lightning_remat.capture._sizes import Sizes, Symbol, size_node, symbols_among, symbols_of, unlike_any
+from lightning_remat.capture._torch import HigherOrderOperator, OpOverload, hint, largest
 from lightning_remat.errors import CaptureError
 from lightning_remat.graph import ComputationGraph, Op, Phase, Tensor, TensorRole
 
@@ -43,6 +44,8 @@ class CapturedGraph:
         tangents: placeholders handed to the backward.
         forward_outputs: what the forward module returns to AOTAutograd (nodes, or plain values).
         backward_outputs: what the backward module returns.
+        sizes: what the symbolic sizes stand for, here.
+        symbols: those that sizes of tensors depend on, and their nodes among ``primals``.
     """
 
     graph: ComputationGraph
@@ -56,6 +59,31 @@ class CapturedGraph:
     tangents: tuple[Node, ...]
     forward_outputs: tuple[Any, ...]
     backward_outputs: tuple[Any, ...]
+    sizes: Sizes
+    symbols: dict[Symbol, Node]
+    _read: Callable[[Sizes], CapturedGraph]
+    _order: tuple[int, ...] = ()
+
+    def at(self, sizes: Sequence[int]) -> CapturedGraph:
+        """The same ops in the same order, without costs, where ``symbols`` are ``sizes``."""
+        others = {symbol: value for symbol, value in self.sizes.values.items() if symbol not in self.symbols}
+        found = self._read(Sizes({**others, **dict(zip(self.symbols, sizes, strict=True))}))
+        return found.reordered(self._order) if self._order else found
+
+    def reordered(self, order: Sequence[int]) -> CapturedGraph:
+        """With the ops in another order: indices into this one's."""
+        earlier = self._order or tuple(range(len(self.nodes)))
+        return dataclasses.replace(
+            self,
+            graph=self.graph.replace(ops=tuple(self.graph.ops[i] for i in order)),
+            nodes=tuple(self.nodes[i] for i in order),
+            calls=tuple(self.calls[i] for i in order),
+            _order=tuple(earlier[i] for i in order),
+        )
+
+    def size_limits(self) -> tuple[int | None, ...]:
+        """The most that each of ``symbols`` may be; ``None`` where there is no bound."""
+        return tuple(largest(node.meta["val"]) for node in self.symbols.values())
 
     @property
     def static_bytes(self) -> int:
@@ -77,7 +105,7 @@ class CapturedGraph:
         totals: dict[torch.device, int] = {}
         for node in self.tensors:
             if node is not None:
-                spec = TensorSpec.of(node.meta["val"])
+                spec = TensorSpec.of(node.meta["val"], self.sizes)
                 totals[spec.device] = totals.get(spec.device, 0) + spec.nbytes
         return max(totals, key=lambda device: totals[device]) if totals else torch.device("cpu")
 
@@ -111,6 +139,7 @@ def from_joint(
     """
     _drop_detach(module.graph)
     share_casts(module.graph, num_fwd_outputs, autocast)
+    _sizes_from_symbols(module.graph)
     _split_dropout(module.graph)
     _free_running_statistics(module.graph)
     _compact_losses(module.graph)
@@ -118,7 +147,15 @@ def from_joint(
     _clone_overwritten_inputs(module.graph, outputs[:num_fwd_outputs])
     outputs = tuple(module.graph.output_node().args[0])  # type: ignore[arg-type]
     forward_outputs, backward_outputs = outputs[:num_fwd_outputs], outputs[num_fwd_outputs:]
-    return _Reader(module, forward_outputs, backward_outputs, set(static_inputs), list(parameters), name).read()
+    symbols = symbols_among([n for n in module.graph.nodes if n.op == "placeholder"])
+
+    def read(sizes: Sizes) -> CapturedGraph:
+        reader = _Reader(
+            module, forward_outputs, backward_outputs, set(static_inputs), list(parameters), name, sizes, symbols
+        )
+        return dataclasses.replace(reader.read(), _read=read)
+
+    return read(Sizes({symbol: hint(node.meta["val"]) for symbol, node in symbols.items()}))
 
 
 # -- rewriting --------------------------------------------------------------------------------------------------------
@@ -135,12 +172,24 @@ def _drop_detach(graph: torch.fx.Graph) -> None:
                 graph.erase_node(node)
 
 
+def _sizes_from_symbols(graph: torch.fx.Graph) -> None:
+    """Sizes that are read off a tensor are computed from the symbols handed in: nobody keeps the tensor for them."""
+    symbols = symbols_among([n for n in graph.nodes if n.op == "placeholder"])
+    for node in list(graph.nodes):
+        number = node.op == "call_function" and isinstance(node.meta.get("val"), (torch.SymInt, int))
+        if number and any(is_tensor(source) for source in node.all_input_nodes):
+            with graph.inserting_before(node):
+                node.replace_all_uses_with(size_node(graph, node.meta["val"], symbols))
+            graph.erase_node(node)
+
+
 def _split_dropout(graph: torch.fx.Graph) -> None:
     """On the CPU, ``native_dropout`` becomes what eager does there: noise, and a product with it, forward and backward.
 
     The noise (0 or `dropout_scale`, in the input's dtype) is made of a boolean mask. Only the mask is random: a quarter of
     the noise's bytes or less, it may stay when the noise goes. On other devices the fused kernel stays whole.
     """
+    symbols = symbols_among([n for n in graph.nodes if n.op == "placeholder"])
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not aten.native_dropout.default:
             continue
@@ -151,8 +200,10 @@ def _split_dropout(graph: torch.fx.Graph) -> None:
         layout = torch.empty_like(value, dtype=torch.bool)
         scale = _ops.dropout_scale(p, value.dtype)
         with graph.inserting_before(node):
-            arguments = (tuple(map(int, layout.shape)), tuple(map(int, layout.stride())), p, value.device)
-            mask = graph.call_function(_ops.dropout_mask, arguments)
+            shape, stride = (
+                tuple(size_node(graph, n, symbols) for n in sizes) for sizes in (layout.shape, layout.stride())
+            )
+            mask = graph.call_function(_ops.dropout_mask, (shape, stride, p, value.device))
             noise = graph.call_function(_ops.dropout_noise, (mask, value.dtype, scale))
             product = graph.call_function(aten.mul.Tensor, (x, noise))
         for new in (mask, noise, product):
@@ -277,6 +328,8 @@ class _Reader:
         static_inputs: set[int],
         parameters: list[bool],
         name: str,
+        sizes: Sizes,
+        symbols: dict[Symbol, Node],
     ) -> None:
         self.module = module
         self.forward_outputs, self.backward_outputs = forward_outputs, backward_outputs
@@ -288,24 +341,34 @@ class _Reader:
         self.tensor_nodes: list[Node | None] = []
         self.node_tensor: dict[Node, int] = {}
         self.storages: list[int] = []
+        self.storages_anywhere: list[int] = []
         self.given_storages: set[int] = set()
         self.updated = _updated_in_place(module.graph, forward_outputs)
+        self.sizes, self.symbols = sizes, symbols
+        # What may be done with tensors of any size, and not because two sizes happen to be equal here.
+        self.any_sizes = unlike_any(symbols)
+        self.symbols_seen: set[Symbol] = set()
 
     def tensor(
         self, node: Node | None, value: torch.Tensor, name: str, *, on: int | None = None, role: TensorRole
     ) -> int:
         if value.layout is not torch.strided:
             raise CaptureError(f"{name} has the layout {value.layout}: only strided tensors can be scheduled")
-        spec = TensorSpec.of(value)
+        spec = TensorSpec.of(value, self._size)
         if on is None:
             on = len(self.storages)
             self.storages.append(spec.nbytes)
+            self.storages_anywhere.append(TensorSpec.of(value, self.any_sizes).nbytes)
         self.tensor_list.append(Tensor(name, on, spec.shape, str(spec.dtype).removeprefix("torch."), role))
         self.tensor_nodes.append(node)
         index = len(self.tensor_list) - 1
         if node is not None:
             self.node_tensor[node] = index
         return index
+
+    def _size(self, value: Any) -> Any:
+        self.symbols_seen.update(symbols_of(value))
+        return self.sizes(value)
 
     def read(self) -> CapturedGraph:
         inputs = []
@@ -354,6 +417,9 @@ class _Reader:
             tangents=self.tangents,
             forward_outputs=self.forward_outputs,
             backward_outputs=self.backward_outputs,
+            sizes=self.sizes,
+            symbols={symbol: node for symbol, node in self.symbols.items() if symbol in self.symbols_seen},
+            _read=lambda _sizes: self.read(),
         )
 
     def _role(self, index: int) -> TensorRole:
@@ -458,7 +524,7 @@ class _Reader:
             for user in duplicates:
                 self.node_tensor[user] = self.node_tensor[items[user.args[1]]]
         random = _ops.is_random(target)
-        made = sum(self.storages[s] for s in {self.tensor_list[t].storage for t in outputs})
+        made = sum(self.storages_anywhere[s] for s in {self.tensor_list[t].storage for t in outputs})
         # To draw again takes the generator's state from the first time: not worth it for a small result.
         once = bool(node.meta.get("remat_once")) or (random and made < WORTH_DRAWING_AGAIN)
         op = Op(
@@ -486,7 +552,6 @@ class _Reader:
         handed_out = (*self.forward_outputs, *self.backward_outputs)
         if not isinstance(value, torch.Tensor) or len(outputs) != 1 or node in handed_out:
             return ()
-        spec = TensorSpec.of(value)
         read = [self.tensor_list[self.node_tensor[n]].storage for n in node.all_input_nodes if n in self.node_tensor]
         found: dict[int, None] = {}
         for source in node.all_input_nodes:
@@ -495,19 +560,26 @@ class _Reader:
                 continue
             storage, given = self.tensor_list[t].storage, source.meta["val"]
             alone = read.count(storage) == 1 and storage not in self.given_storages
-            whole = self.storages[storage] == spec.nbytes == value.numel() * value.itemsize
-            fits = whole and TensorSpec.of(given) == spec and given.storage_offset() == 0
-            if alone and fits and _ops.overwriting(node.target, source is node.args[0]) is not None:
+            fits = alone and self.sizes(given.storage_offset()) == 0 and self._alike(value, given, storage)
+            if fits and _ops.overwriting(node.target, source is node.args[0]) is not None:
                 found[t] = None
         return tuple(found)
+
+    def _alike(self, made: torch.Tensor, given: torch.Tensor, storage: int) -> bool:
+        """Whether both have the same shape and strides, without gaps, and all of the storage: here, and at any sizes."""
+        for sizes, storages in ((self.sizes, self.storages), (self.any_sizes, self.storages_anywhere)):
+            spec = TensorSpec.of(made, sizes)
+            if not (spec.whole and storages[storage] == spec.nbytes and TensorSpec.of(given, sizes) == spec):
+                return False
+        return True
 
     def _call(self, node: Node) -> OpCall:
         def plain(value: Any) -> Any:
             if isinstance(value, Node):
                 found = value.meta.get("val")
                 if isinstance(found, torch.Tensor):
-                    return TensorSpec.of(found)
-                return hint(found)
+                    return TensorSpec.of(found, self.sizes)
+                return self.sizes(found)
             if isinstance(value, (tuple, list)):
                 return tuple(plain(v) for v in value) if isinstance(value, tuple) else [plain(v) for v in value]
             if isinstance(value, dict):
@@ -516,7 +588,7 @@ class _Reader:
 
         value = node.meta["val"]
         values = value if isinstance(value, (tuple, list)) else (value,)
-        outputs = tuple(TensorSpec.of(v) for v in values if isinstance(v, torch.Tensor))
+        outputs = tuple(TensorSpec.of(v, self.sizes) for v in values if isinstance(v, torch.Tensor))
         return OpCall(node.target, plain(tuple(node.args)), plain(dict(node.kwargs)), outputs)  # type: ignore[arg-type]
 
 

@@ -153,7 +153,7 @@ def dropout_mask(shape: tuple[int, ...], stride: tuple[int, ...], p: float, devi
 
 def dropout_noise(mask: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
     """What eager dropout on the CPU multiplies by: ``scale`` where an element is kept, 0 elsewhere."""
-    return mask.to(dtype).mul_(scale)
+    return torch.mul(mask.view(torch.uint8), torch.tensor(scale, dtype=dtype))  # one pass, and no other bits than two
 
 
 def dropout_scale(p: float, dtype: torch.dtype) -> float:

@@ -11,6 +11,8 @@ What is used and why:
 * ``_inductor.config.fallback_random``: without it, AOTAutograd drops random ops whose result nobody reads; eager draws them.
 * ``TorchInGraphFunctionVariable._get_handlers``: Dynamo's own decomposition of ``addcdiv`` (see `whole_ops` for AOTAutograd's).
 * ``distributed_c10d._get_default_store``: where processes that train together leave notes for each other.
+* ``torch.utils._sympy``: the arithmetic of symbolic sizes, as numbers and as nodes of a graph.
+* ``fx.experimental._config``: sizes that happen to be equal are told apart.
 * ``_dynamo.config``: the recompile limit, logging calls and DDP's graph splitting are set while a step runs, and put back.
 """
 
@@ -18,13 +20,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
 import torch._dynamo
 import torch.distributed
@@ -38,9 +42,13 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental import _config as symbolic_config
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from lightning_remat.capture._layouts import real_layout
 
@@ -53,16 +61,22 @@ __all__ = [
     "boxed",
     "capture_failures",
     "compile_frame",
+    "computed",
     "default_store",
     "dynamo_counters",
+    "expression",
     "fake_tensors",
+    "free_symbols",
     "hint",
+    "largest",
     "on_double_backward",
     "real_layouts",
     "real_tensors",
     "running",
+    "substitute",
     "tensor_leaves",
     "threads_kept",
+    "varying",
     "whole_ops",
 ]
 
@@ -92,6 +106,21 @@ def _unasked_decompositions() -> list[OpOverload]:
     return found
 
 
+def _upsample(op: OpOverload, x: torch.Tensor, output_size: Any, *align_corners: bool, **named: Any) -> torch.Tensor:
+    """What torch's own kernel does for the overloads that take ``scale_factors``, which refuses symbolic sizes."""
+    *corners, factors = (*align_corners, *named.values())  # in the schema's order
+    sizes = output_size
+    if sizes is None:
+        sizes = [torch.sym_int(size * factor) for size, factor in zip(x.shape[2:], factors, strict=True)]
+    made: torch.Tensor = op(x, sizes, *corners, *(factors if factors is not None else [None] * len(sizes)))
+    return made
+
+
+def _upsamplings() -> list[tuple[OpOverload, OpOverload]]:
+    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if "upsample_" in name]
+    return [(p.vec, p.default) for p in packets if {"vec", "default"} <= set(getattr(p, "overloads", list)())]
+
+
 @contextlib.contextmanager
 def whole_ops() -> Iterator[None]:
     """Trace the ops that eager runs: take AOTAutograd's unasked Python decompositions away, and put them back."""
@@ -106,8 +135,14 @@ def whole_ops() -> Iterator[None]:
                 if key in op.py_kernels:
                     removed.append((op, key, op.py_kernels.pop(key)))
             op._dispatch_cache.clear()
+        for vec, op in _upsamplings():
+            vec.py_kernels[DispatchKey.CompositeImplicitAutograd] = functools.partial(_upsample, op)
+            vec._dispatch_cache.clear()
         yield
     finally:
+        for vec, _ in _upsamplings():
+            vec.py_kernels.pop(DispatchKey.CompositeImplicitAutograd, None)
+            vec._dispatch_cache.clear()
         for op, key, kernel in removed:
             op.py_kernels[key] = kernel
         for op in ops:
@@ -303,10 +338,28 @@ def aot_backend(
     return compiled, exchange
 
 
-def compile_frame(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` captured by Dynamo, one graph a shape."""
-    compiled: Callable[..., Any] = torch.compile(function, backend=backend, dynamic=False)
+def compile_frame(
+    function: Callable[..., Any], backend: Callable[..., Any], symbolic: bool = False
+) -> Callable[..., Any]:
+    """``function`` captured by Dynamo: one graph a shape, or with symbols for the sizes that vary (see `varying`)."""
+    compiled: Callable[..., Any] = torch.compile(function, backend=backend, dynamic=None if symbolic else False)
     return compiled
+
+
+@contextlib.contextmanager
+def varying(dims: Iterable[tuple[torch.Tensor, Iterable[int]]]) -> Iterator[None]:
+    """Ask Dynamo for symbols for these sizes of inputs."""
+    before = []
+    for tensor, its_dims in dims:
+        before.append((tensor, dict(vars(tensor))))
+        for dim in its_dims:
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    try:
+        yield
+    finally:  # Dynamo also looks at whether there are marks at all
+        for tensor, attributes in before:
+            vars(tensor).clear()
+            vars(tensor).update(attributes)
 
 
 def default_store() -> Any:
@@ -337,6 +390,42 @@ def hint(value: Any) -> Any:
     if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return value
     return 1 if value.node.hint is None else value.node.hint
+
+
+def expression(value: Any) -> Any:
+    """The expression of a symbolic number; ``None`` for a plain value."""
+    return value.node.expr if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else None
+
+
+def free_symbols(expression: Any) -> set[Any]:
+    """The symbols of an expression."""
+    return set(expression.free_symbols)
+
+
+def substitute(expression: Any, values: Mapping[Any, int]) -> Any:
+    """An expression's value, as a plain number."""
+    found = expression.xreplace({symbol: sympy.Integer(value) for symbol, value in values.items()})
+    return int(found) if found.is_integer else bool(found) if found.is_Boolean else float(found)
+
+
+def largest(value: torch.SymInt) -> int | None:
+    """The most that a symbolic size may be in the captured graph; ``None`` where it is not bounded."""
+    upper = value.node.shape_env.bound_sympy(value.node.expr).upper
+    return None if upper == int_oo else int(upper)
+
+
+def computed(graph: torch.fx.Graph, expression: Any, symbols: Mapping[Any, torch.fx.Node]) -> torch.fx.Node:
+    """Nodes that compute an expression of the values of other nodes; returns the last."""
+    before = set(graph.nodes)
+    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+    proxies = {symbol: torch.fx.Proxy(node, tracer) for symbol, node in symbols.items()}
+    found = sympy_interp(PythonReferenceAnalysis, proxies, expression)
+    assert isinstance(found, torch.fx.Proxy), expression
+    for node in graph.nodes:
+        if node not in before:
+            values = torch.fx.node.map_arg(node.args, lambda source: source.meta["val"])
+            node.meta["val"] = node.target(*values)
+    return found.node
 
 
 def capture_failures() -> Counter[str]:
@@ -421,6 +510,8 @@ def running(dynamic_sources: str = "") -> contextlib.AbstractContextManager[Any]
             settings[name] = set(getattr(config, name)) | _logging_calls()
             break
     stack.enter_context(config.patch(settings))
+    # Two sizes that were equal when the step was captured are two symbols: they need not be the next time.
+    stack.enter_context(symbolic_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
     stack.enter_context(_quiet_dynamo())
     stack.enter_context(_whole_addcdiv())
     if dynamic_sources:

@@ -8,8 +8,6 @@ same values: no bit changes.
 
 from __future__ import annotations
 
-import dataclasses
-
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.solvers import Problem
@@ -23,16 +21,11 @@ def with_late_gradients(captured: CapturedGraph) -> CapturedGraph:
     if not late:
         return captured
     order = [i for i in range(len(graph.ops)) if i not in late] + sorted(late)
-    moved = graph.replace(ops=tuple(graph.ops[i] for i in order))
-    other = Problem(moved)
+    moved = captured.reordered(order)
+    other = Problem(moved.graph)
     if other.evaluate(other.captured).peak_bytes >= problem.evaluate(problem.captured).peak_bytes:
         return captured
-    return dataclasses.replace(
-        captured,
-        graph=moved,
-        nodes=tuple(captured.nodes[i] for i in order),
-        calls=tuple(captured.calls[i] for i in order),
-    )
+    return moved
 
 
 def _late_ops(graph: ComputationGraph, problem: Problem) -> set[int]:

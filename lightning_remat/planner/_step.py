@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 import warnings
 from collections import Counter
@@ -32,6 +33,7 @@ from lightning_remat.planner._make import Progress, make_plan
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._plan_cache import PlanCache, fingerprint
 from lightning_remat.planner._search import Search
+from lightning_remat.planner._sized_plans import SizedPlans, rounded_up
 from lightning_remat.planner._surroundings import Surroundings, Weights, replay_bytes
 from lightning_remat.planner._together import Part, kept_bytes, plan_together, with_outside
 from lightning_remat.solvers import Status
@@ -50,6 +52,15 @@ _Answer = TypeVar("_Answer")
 EAGER_EXTRA = 1.25
 """Eager may hold more than the captured step without rematerialization (float dropout masks, say): at most this much."""
 
+STATIC_CAPTURES = 3
+"""Sets of shapes that are captured each on its own; the next is captured with symbols for the sizes that vary."""
+
+SECONDS_A_SIZE = 3.0
+"""Time limit of a plan for one of many sizes, where that is enough to find one."""
+
+MANY_CAPTURES = 16
+"""Captures of different shapes after which a person should know what they cost."""
+
 MOST_CAPTURES = 4
 """Captures for the same shapes before the step is taken to depend on something that always changes."""
 
@@ -61,6 +72,22 @@ class RematWarning(UserWarning):
 def _shapes(inputs: Any) -> Shapes:
     leaves = internals.tensor_leaves(inputs)
     return tuple((tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad) for leaf in leaves)
+
+
+def _varying(shapes: Shapes, known: Sequence[Shapes]) -> list[tuple[int, ...]]:
+    """For each tensor, the dimensions in which it differs from those of calls that are otherwise alike."""
+    found = []
+    for i, (shape, *_) in enumerate(shapes):
+        found.append(tuple(d for d in range(len(shape)) if any(other[i][0][d] != shape[d] for other in known)))
+    return found
+
+
+def _alike_but_for_sizes(one: Shapes, other: Shapes) -> bool:
+    return [(len(shape), *rest) for shape, *rest in one] == [(len(shape), *rest) for shape, *rest in other]
+
+
+class _NoSymbols(BaseException):
+    """A capture with symbolic sizes came to nothing, before anything of the call has run."""
 
 
 class _Stop(BaseException):
@@ -87,6 +114,8 @@ class _Graph:
         exchange: the modules that run it, one version a plan.
         versions: by plan (an index into `ScheduledStep.plans`), its version.
         plan: the one that runs, where no plan was made for the call as a whole.
+        arguments: where its symbolic sizes stand among its arguments.
+        sized: its plans, where it has symbolic sizes.
     """
 
     captured: CapturedGraph
@@ -96,6 +125,8 @@ class _Graph:
     exchange: internals.Exchange
     versions: dict[int, int]
     plan: int
+    arguments: tuple[int, ...] = ()
+    sized: SizedPlans | None = None
 
 
 _Path = tuple[_Graph, ...]
@@ -120,6 +151,8 @@ class ScheduledStep:
         plans: one a captured graph and shape, in the order of capture.
         failures: why something could not be captured, each reason once.
         runs: how often each plan's forward has run.
+        planning_seconds: spent on capture, measuring, planning, and looking for a plan at hand, the first runs of what was
+            captured included.
     """
 
     def __init__(
@@ -142,6 +175,7 @@ class ScheduledStep:
         self.failures: list[str] = []
         self.runs: list[int] = []
         self.last_plan: Plan | None = None
+        self.planning_seconds = 0.0
         self._surroundings = surroundings or Surroundings
         self._on_plan = on_plan
         self._progress = progress or (lambda _text: None)
@@ -164,7 +198,11 @@ class ScheduledStep:
         self._joint_plans: Counter[Shapes] = Counter()
         self._search: tuple[Search, _Graph] | None = None
         self._to_search: list[_Graph] = []
-        self._compiled = internals.compile_frame(function, self._backend)
+        self._static = internals.compile_frame(function, self._backend)
+        self._symbolic: Callable[..., Any] | None = internals.compile_frame(
+            function, self._symbolic_backend, symbolic=True
+        )
+        self._static_shapes: dict[Shapes, None] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or self._gave_up:
@@ -173,34 +211,51 @@ class ScheduledStep:
         self._call.clear()
         if shapes in self._fits_anyway:
             return self.function(*args, **kwargs)
+        started, planning_seconds = time.monotonic(), self.planning_seconds
         self._take_better_plans()
         self._captured_now.clear()
-        known_failures = internals.capture_failures() if not self.plans else None
+        compiled, varying = self._compiled(shapes, (args, kwargs))
+        known_failures = internals.capture_failures() if not self.plans or compiled is self._symbolic else None
         try:
-            with internals.running(self._dynamic_sources()):
-                result = self._compiled(*args, **kwargs)
+            with internals.running(self._dynamic_sources()), internals.varying(varying):
+                result = compiled(*args, **kwargs)
+        except _NoSymbols:
+            return self(*args, **kwargs)
         except _Stop as stop:
             raise stop.error from stop.error.__cause__
         if not self.plans and not self.failures:
             reasons = list(internals.capture_failures() - known_failures) if known_failures is not None else []
             found = f" ({reasons[0].splitlines()[0]})" if reasons else "; TORCH_LOGS=graph_breaks says more"
             self._failed(f"no operation with gradients could be captured in it{found}", None)
+        if compiled is self._symbolic and not self._call and known_failures is not None:
+            for reason in internals.capture_failures() - known_failures:
+                self._failed(f"with symbolic sizes, {reason}", None)
         if self._captured_now:
             self._captured(shapes, self._captured_now)
         path = tuple(graph for graph, _ in self._call)
-        if len(path) > 1 and (shapes, path) not in self._settled and shapes not in self._fits_anyway:
+        if compiled is self._symbolic:
+            self._after_symbolic(shapes)
+        elif len(path) > 1 and (shapes, path) not in self._settled and shapes not in self._fits_anyway:
             self._plan_together(shapes, path)
+        if self._captured_now:
+            self.planning_seconds = planning_seconds + time.monotonic() - started
         return result
 
     def _captured(self, shapes: Shapes, numbers: Sequence[int]) -> None:
         """After a call that captured something: does the plain step fit anyway, or does every call capture again?"""
         plans = [self.plans[i] for i in numbers]
-        if self.leave_alone and all(p.baseline_peak_bytes * EAGER_EXTRA <= p.budget_bytes for p in plans):
+        if self.leave_alone and all(map(_fits_as_it_is, plans)):
             self._fits_anyway[shapes] = max(numbers, key=lambda i: self.plans[i].baseline_peak_bytes)
             log.info("%s fits as it is: nothing is swapped in for these shapes", self.name or "the step")
-        elif len(self._call) == 1 and self.config.background:
+        elif len(self._call) == 1 and self.config.background and self._call[0][0].sized is None:
             self._to_search.append(self._call[0][0])
         self._captures[shapes] += 1
+        if sum(self._captures.values()) == MANY_CAPTURES:
+            log.warning(
+                "%s was captured for %d different sets of shapes, which takes time: pad batches to fewer sizes if you can",
+                self.name or "the step",
+                MANY_CAPTURES,
+            )
         if self._captures[shapes] > MOST_CAPTURES:
             self._gave_up = True
             self._failed(
@@ -208,6 +263,38 @@ class ScheduledStep:
                 "changes from call to call (such as global_step); pass such a value as a tensor, or read it outside",
                 None,
             )
+
+    # -- sizes that vary ----------------------------------------------------------------------------------------------
+
+    def _compiled(
+        self, shapes: Shapes, inputs: Any
+    ) -> tuple[Callable[..., Any], list[tuple[torch.Tensor, tuple[int, ...]]]]:
+        """What runs a call, captured for its shapes alone, or once many were seen with symbols; tensors and dims for these."""
+        alike = [known for known in self._static_shapes if _alike_but_for_sizes(known, shapes)]
+        if shapes in alike or self._symbolic is None or len(alike) < STATIC_CAPTURES:
+            self._static_shapes[shapes] = None
+            return self._static, []
+        return self._symbolic, list(zip(internals.tensor_leaves(inputs), _varying(shapes, alike), strict=True))
+
+    def _after_symbolic(self, shapes: Shapes) -> None:
+        """After a call that ran with symbolic sizes: was that worth it, and do these shapes fit as they are?"""
+        graphs = [graph for graph, _ in self._call]
+        if len(graphs) != 1 or graphs[0].sized is None:
+            self._without_symbols(
+                "it is captured as several graphs" if len(graphs) > 1 else "its sizes are not symbolic"
+            )
+        elif self.leave_alone and _fits_as_it_is(self.last_plan):
+            self._fits_anyway[shapes] = self._call[0][1]
+
+    def _without_symbols(self, reason: str) -> None:
+        """From now on each set of shapes is captured on its own."""
+        self._symbolic = None
+        log.info(
+            "%s is captured for each set of shapes on its own: with symbolic sizes, %s", self.name or "the step", reason
+        )
+
+    def _symbolic_backend(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return self._backend(module, inputs, symbolic=True)
 
     def close(self) -> None:
         """End what still searches beside the training; the plans at hand stay."""
@@ -233,7 +320,8 @@ class ScheduledStep:
         ]
         if self._gave_up or not numbers:
             return None
-        largest = max((self.plans[number] for number in numbers), key=lambda plan: plan.predicted_peak_bytes)
+        ran = [self.last_plan] if self._call and self.last_plan is not None else [self.plans[n] for n in numbers]
+        largest = max(ran, key=lambda plan: plan.predicted_peak_bytes)
         if budget_bytes is None:
             floor = largest.graph.floor_bytes
             budget_bytes = floor + int(TIGHTER * max(0, largest.predicted_peak_bytes - floor))
@@ -258,6 +346,9 @@ class ScheduledStep:
 
     def _come_down(self, budget_bytes: int) -> None:
         self._limit = budget_bytes
+        for graph in self._graphs:
+            if graph.sized is not None:
+                graph.sized.come_down(budget_bytes)
         self.config = dataclasses.replace(self.config, budget=budget_bytes)
         self._together.clear()
         self._settled.clear()
@@ -271,8 +362,8 @@ class ScheduledStep:
     def _plan_again(self, graph: _Graph) -> None:
         """A plan for a graph within the budget that was come down to, if its own is over it."""
         plan = self.plans[graph.plan]
-        if self._limit is None or plan.predicted_peak_bytes <= self._limit:
-            return
+        if graph.sized is not None or self._limit is None or plan.predicted_peak_bytes <= self._limit:
+            return  # plans for symbolic sizes are chosen for each call
         with internals.threads_kept():
             replayed = replay_bytes(graph.captured)
             made = make_plan(
@@ -395,7 +486,9 @@ class ScheduledStep:
 
     # -- capture ------------------------------------------------------------------------------------------------------
 
-    def _backend(self, module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def _backend(
+        self, module: torch.fx.GraphModule, inputs: Sequence[Any], symbolic: bool = False
+    ) -> Callable[..., Any]:
         parameters = [isinstance(value, torch.nn.Parameter) for value in inputs]
         weights = {
             id(value): value.nbytes for value in inputs if isinstance(value, torch.nn.Parameter) and value.requires_grad
@@ -419,6 +512,10 @@ class ScheduledStep:
                 name=self.name,
                 autocast=autocast,
             )
+            if captured.symbols:
+                sizes = (captured.sizes.values[symbol] for symbol in captured.symbols)
+                limits = captured.size_limits()
+                captured = captured.at([rounded_up(n, most) for n, most in zip(sizes, limits, strict=True)])
             try:
                 with internals.real_tensors(), internals.threads_kept():
                     captured, problem, plan, around = self._plan(captured, weights)
@@ -434,7 +531,10 @@ class ScheduledStep:
         self._progress("capturing")
         try:
             compiled, exchange = internals.aot_backend(module, inputs, partition, PARTS)
-        except Exception as error:  # noqa: BLE001 - whatever torch raises: the graph runs as before, and the reason is said
+        except Exception as error:
+            if symbolic and not self._call:
+                self._without_symbols(f"{type(error).__name__}: {error}")
+                raise _NoSymbols from error
             self._failed(f"{type(error).__name__}: {error}", error)
             return module.forward
         if not planned:  # nothing in it needs a gradient
@@ -446,25 +546,69 @@ class ScheduledStep:
             with internals.real_tensors():
                 self._on_plan(self.plans[index])
 
+        if captured.symbols:
+            symbols = [internals.expression(value) for value in inputs]
+            graph.arguments = tuple(symbols.index(symbol) for symbol in captured.symbols)
+            graph.sized = self._sized_plans(graph, captured, weights, index)
         self._graphs.append(graph)
 
         def run(*args: Any) -> Any:
-            self._plan_again(graph)
-            number = self._plan_of(graph)
+            number, plan = self._plan_of(graph, args)
             graph.exchange.current = graph.versions[number]
             self.runs[number] += 1
+            if (
+                not self._call
+                or self.last_plan is None
+                or plan.predicted_peak_bytes >= self.last_plan.predicted_peak_bytes
+            ):
+                self.last_plan = plan
             self._call.append((graph, number))
-            self.last_plan = max((self.plans[i] for _, i in self._call), key=lambda plan: plan.predicted_peak_bytes)
             outputs = compiled(*args)
             internals.on_double_backward(outputs, self._double_backward)
             return outputs
 
         return run
 
-    def _plan_of(self, graph: _Graph) -> int:
-        """Which plan of a graph runs now: one made for calls that begin as this one, if there is any."""
+    def _plan_of(self, graph: _Graph, args: Sequence[Any]) -> tuple[int, Plan]:
+        """What of a graph runs now: a plan for its sizes, or one for calls that begin as this one, or its own."""
+        if graph.sized is not None:
+            started = time.monotonic()
+            sized = graph.sized.at(tuple(int(args[i]) for i in graph.arguments))
+            self.planning_seconds += time.monotonic() - started
+            return sized.number, sized.plan
+        self._plan_again(graph)
         path = (*(one for one, _ in self._call), graph)
-        return self._together.get((self._shapes, path), graph.plan)
+        number = self._together.get((self._shapes, path), graph.plan)
+        return number, self.plans[number]
+
+    def _sized_plans(self, graph: _Graph, captured: CapturedGraph, weights: Weights, number: int) -> SizedPlans:
+        replayed = replay_bytes(captured)
+
+        def surround(captured: CapturedGraph, replays: bool) -> ComputationGraph:
+            around = graph.around.put_around(captured, weights)
+            return around if replays else around.replace(resident_bytes=around.resident_bytes - replayed)
+
+        def make(captured: CapturedGraph) -> tuple[int, Plan]:
+            with internals.real_tensors(), internals.threads_kept():
+                try:
+                    plan = self._made(captured, weights, graph.around, most_seconds=SECONDS_A_SIZE)[1]
+                except InfeasibleBudgetError:
+                    plan = self._made(captured, weights, graph.around)[1]
+            return self._add_plan(plan, graph, graph.captured), plan
+
+        def measure(captured: CapturedGraph) -> CapturedGraph:
+            with internals.real_tensors(), internals.threads_kept():
+                return self._measured(captured)[0]
+
+        return SizedPlans(
+            captured,
+            number,
+            self.plans[number],
+            shared=parse_budget(self.config.budget).kind in (BudgetKind.AUTO, BudgetKind.SIZE),
+            measure=measure,
+            surround=surround,
+            make=make,
+        )
 
     def _double_backward(self) -> None:
         """A backward that will be differentiated itself has begun; torch is about to refuse the second one."""
@@ -479,6 +623,14 @@ class ScheduledStep:
         self, captured: CapturedGraph, weights: Weights
     ) -> tuple[CapturedGraph, ComputationGraph, Plan, Surroundings]:
         """The graph with costs, the same with what lies around it, its plan, and what lies around it."""
+        captured, cost_seconds = self._measured(captured)
+        captured = with_late_gradients(captured)
+        around = self._surroundings()
+        graph, plan = self._made(captured, weights, around, cost_seconds=cost_seconds)
+        return captured, graph, plan, around
+
+    def _measured(self, captured: CapturedGraph) -> tuple[CapturedGraph, float]:
+        """The graph with costs, and the seconds that it took to find them."""
         started = time.monotonic()
         device = captured.device
         self._progress("measuring every operation")
@@ -493,18 +645,28 @@ class ScheduledStep:
             lambda found: [dataclasses.astuple(one) for one in found],
             lambda data: [OpCost(*one) for one in data],
         )
-        cost_seconds = time.monotonic() - started
-        around = self._surroundings()
+        graph = captured.graph.with_costs([c.seconds for c in costs], [c.workspace_bytes for c in costs])
+        return dataclasses.replace(captured, graph=graph.replace(device=str(device))), time.monotonic() - started
+
+    def _made(
+        self,
+        captured: CapturedGraph,
+        weights: Weights,
+        around: Surroundings,
+        *,
+        cost_seconds: float = 0.0,
+        most_seconds: float = math.inf,
+    ) -> tuple[ComputationGraph, Plan]:
+        """A graph with what lies around it, and its plan."""
+        config = dataclasses.replace(self.config, time_limit=min(self.config.time_limit, most_seconds))
         earlier = [(self.plans[number].graph, graph.weights) for graph, number in self._call]
         kept = sum(kept_bytes(self.plans[number]) for _, number in self._call)
-        graph = captured.graph.with_costs([c.seconds for c in costs], [c.workspace_bytes for c in costs])
-        captured = with_late_gradients(dataclasses.replace(captured, graph=graph.replace(device=str(device))))
         graph = around.put_around(captured, weights, earlier, kept_bytes=kept)
         replayed = replay_bytes(captured)
         alike = (graph, graph.replace(resident_bytes=graph.resident_bytes - replayed))
         same = [known for known in self.plans if known.graph in alike]
         if same:  # captured again for another reason than its shapes
-            return captured, graph, min(same, key=lambda known: known.predicted_seconds), around
+            return graph, min(same, key=lambda known: known.predicted_seconds)
         record: dict[str, Any] = {
             "replay_bytes": replayed,
             "held_bytes": around.held_bytes + captured.batch_bytes,
@@ -515,12 +677,12 @@ class ScheduledStep:
 
         def make() -> Plan:
             try:
-                return make_plan(graph, self.config, **record)
+                return make_plan(graph, config, **record)
             except InfeasibleBudgetError:
                 if not earlier:
                     raise
                 # What ran before cannot be taken back: this once, as small as can be; then all are planned together.
-                return make_plan(graph, dataclasses.replace(self.config, budget="min"), **record)
+                return make_plan(graph, dataclasses.replace(config, budget="min"), **record)
 
         plan = self._agreed(
             lambda: f"plan {fingerprint(graph)}",
@@ -529,7 +691,7 @@ class ScheduledStep:
             lambda data: Plan.from_dict(data, ComputationGraph.from_dict(data["graph"])),
         )
         log.info("%s: %s", self.name or "captured graph", plan.summary())
-        return captured, graph, plan, around
+        return graph, plan
 
     def _agreed(
         self,
@@ -555,6 +717,10 @@ class ScheduledStep:
             RematWarning,
             stacklevel=2,
         )
+
+
+def _fits_as_it_is(plan: Plan | None) -> bool:
+    return plan is not None and plan.baseline_peak_bytes * EAGER_EXTRA <= plan.budget_bytes
 
 
 def _begins_alike(key: tuple[Shapes, _Path], shapes: Shapes, path: _Path) -> bool:

@@ -50,6 +50,9 @@ IMPROVING_SHARES = (0.6, 2.0)
 CLOSED_GAP = 0.001
 """Gap up to which nothing is improved any more: costs are not known as well as that."""
 
+EXACT = 1e-9
+"""Gap up to which a schedule is optimal: what rounding leaves."""
+
 HOPELESS = 1.25
 """Times the cheapest schedule from which another is not improved."""
 
@@ -100,8 +103,9 @@ def auto(
             until = min(deadline, started + span)
             portfolio.search(until, span, exact_up_to, exact_seconds)
             share = min(max(portfolio.gap() / IMPROVING_GAP, IMPROVING_SHARES[0]), IMPROVING_SHARES[1])
-            until = max(until, time.monotonic() + share * span)
-            portfolio.improve(min(deadline, until), improvements)
+            portfolio.improve(min(deadline, max(until, time.monotonic() + share * span)), improvements)
+            if portfolio.gap() > EXACT and "moments" not in portfolio.asked and time.monotonic() < until:
+                portfolio.attempt("moments", until)  # with what is left of the usual time
     except KeyboardInterrupt:
         if not portfolio.found:
             raise
@@ -114,6 +118,7 @@ class _Portfolio:
 
     Attributes:
         found: seconds, the sequence, and the method, of each.
+        asked: the methods that were run.
         notes: for people.
     """
 
@@ -122,12 +127,14 @@ class _Portfolio:
         self.budget_bytes = budget_bytes
         self.deadline = deadline
         self.found: list[tuple[float, NodeSequence, str]] = []
+        self.asked: set[str] = set()
         self.notes: list[str] = []
         self._bounds: list[tuple[float, str]] = []
 
     def attempt(self, method: str, limit: float) -> None:
         """Run one method until ``limit``."""
         begun = time.monotonic()
+        self.asked.add(method)
         answer = run_algorithm(method, self.problem, self.budget_bytes, limit)
         taken = time.monotonic() - begun
         if answer.sequence is None:
@@ -150,7 +157,7 @@ class _Portfolio:
 
     def proven(self, cost: float) -> tuple[float, str]:
         """The largest bound; a schedule that is cheaper than a narrow bound is not one of those that it speaks of."""
-        holds = [one for one in self._bounds if one[1] == BACKWARD_AFTER_FORWARD or one[0] <= cost * (1 + 1e-9)]
+        holds = [one for one in self._bounds if one[1] == BACKWARD_AFTER_FORWARD or one[0] <= cost * (1 + EXACT)]
         return max(holds, default=(0.0, ""))
 
     def gap(self) -> float:
@@ -208,6 +215,6 @@ class _Portfolio:
             return Answer(None, status, bound, scope, notes=tuple(self.notes))
         cost, sequence, method = min(self.found, key=lambda one: one[0])
         bound, scope = self.proven(cost)
-        status = Status.OPTIMAL if cost <= bound * (1 + 1e-9) else Status.FEASIBLE
+        status = Status.OPTIMAL if cost <= bound * (1 + EXACT) else Status.FEASIBLE
         self.notes.append(f"chose {method} after {time.monotonic() - started:.1f} s")
         return Answer(sequence, status, bound, scope, method=method, notes=tuple(self.notes))

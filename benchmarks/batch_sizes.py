@@ -1,0 +1,280 @@
+"""The largest batch that trains within a memory limit: eager's, measured, and the one that `RematBatchSizeFinder` finds.
+
+    python benchmarks/batch_sizes.py --network mobilenet --limit 1GiB
+
+Each network trains in a Lightning Trainer with Adam. Eager's largest batch is looked for by running its step: its measured
+peak is within the limit, and one sample more is over it. The finder predicts, at most at one extra forward (Jain et al. 2020,
+eq. 10), and confirms with one step, whose peak is measured. Then both train a few steps, and the seconds are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import datetime
+import json
+import logging
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for when this file is run as a script
+
+import lightning as L  # noqa: N812 - as Lightning's own documentation writes it
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks import networks
+from lightning_remat.budget import BudgetKind, parse_budget
+from lightning_remat.callbacks import RematBatchSizeFinder, RematCallback
+from lightning_remat.measure import held_bytes, peak_memory
+from lightning_remat.report import format_bytes
+
+NETWORKS = {"gpt2": 3.0, "unet": 3.0, "mobilenet": 5.0}
+"""Networks, and how many times eager's batch is aimed at."""
+
+RESULTS = Path(__file__).resolve().parent / "results" / "batch-sizes-cpu.json"
+
+
+@dataclasses.dataclass
+class Found:
+    """What was found for one network.
+
+    Attributes:
+        name, description: of the network.
+        limit_bytes: parameters, buffers, gradients, optimizer state, batch, activations and workspaces.
+        eager: the largest batch whose measured peak is within the limit; ``eager_peak_bytes``: that peak, and
+            ``eager_next_peak_bytes`` with one sample more.
+        predicted_without: the finder's word for eager's.
+        batch_size: the finder's; its peak as ``predicted_bytes`` and ``measured_bytes``, of the confirming step.
+        overhead: predicted extra time; ``allowed``: one extra forward, as a share of the step.
+        finding_seconds: the whole search.
+        eager_seconds, seconds: of a training step at the two batch sizes, medians.
+        aim: times eager's that is aimed at.
+    """
+
+    name: str
+    description: str
+    limit_bytes: int
+    eager: int
+    eager_peak_bytes: int
+    eager_next_peak_bytes: int
+    predicted_without: int
+    batch_size: int
+    predicted_bytes: int
+    measured_bytes: int
+    overhead: float
+    finding_seconds: float
+    eager_seconds: float
+    seconds: float
+    aim: float
+
+    @property
+    def times(self) -> float:
+        """The finder's batch over eager's."""
+        return self.batch_size / self.eager
+
+    @property
+    def holds(self) -> bool:
+        """Whether what is aimed at is reached, within the limit."""
+        return self.times >= self.aim and self.measured_bytes <= self.limit_bytes
+
+
+class Training(L.LightningModule):
+    """A network with its loss inside, and samples that are repeated as often as needed."""
+
+    def __init__(self, workload: networks.Workload, batch_size: int) -> None:
+        super().__init__()
+        self.net = copy.deepcopy(workload.module)
+        self.samples = [one[:1] for one in workload.batch]
+        self.batch_size = batch_size
+
+    def training_step(self, batch: list[torch.Tensor], _batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(*batch)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        repeated = [one.expand(4096, *one.shape[1:]) for one in self.samples]
+        return DataLoader(TensorDataset(*repeated), self.batch_size)
+
+
+class StepSeconds(L.Callback):
+    """Seconds of each training step, from its batch to the optimizer's end."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._started = time.perf_counter()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seconds.append(time.perf_counter() - self._started)
+
+
+def trained(module: Training, callbacks: list[L.Callback], steps: int) -> float:
+    """Train; returns the median seconds of the steps after the first three."""
+    seconds = StepSeconds()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_steps=3 + steps,
+        callbacks=[*callbacks, seconds],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module)
+    return statistics.median(seconds.seconds[3:])
+
+
+def eager_peak(module: Training, batch_size: int) -> int:
+    """Bytes that a training step holds at most, with the gradients of the step before and Adam's state."""
+    batch = [one.expand(batch_size, *one.shape[1:]).contiguous() for one in module.samples]
+    net = module.net
+    parameters = [p for p in net.parameters() if p.requires_grad]
+
+    def step() -> None:
+        loss = net(*batch)
+        net.zero_grad()
+        loss.backward()
+
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    held = held_bytes(net, batch, gradients=True)
+    return held + 2 * held_bytes(parameters) + peak_memory(step, torch.device("cpu"))
+
+
+def largest_eager(module: Training, limit: int) -> tuple[int, int, int]:
+    """The largest batch of eager within the limit, its peak, and that of one sample more."""
+    low, high = 0, 1
+    peaks: dict[int, int] = {0: 0}
+    while peaks.setdefault(high, eager_peak(module, high)) <= limit:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        peaks[middle] = eager_peak(module, middle)
+        low, high = (middle, high) if peaks[middle] <= limit else (low, middle)
+    return low, peaks[low], peaks[high]
+
+
+def measure(name: str, limit: int, steps: int) -> Found:
+    """Find both batch sizes of one network."""
+    workload = networks.build(name)
+    eager, peak, next_peak = largest_eager(Training(workload, 1), limit)
+    if eager < 1:
+        raise SystemExit(
+            f"{name}: a batch of one takes {format_bytes(next_peak)}, over the limit of {format_bytes(limit)}"
+        )
+    eager_seconds = trained(Training(workload, eager), [], steps)
+    finder = RematBatchSizeFinder()
+    module = Training(workload, 4)
+    started = time.perf_counter()
+    remat = RematCallback(budget=limit, artifacts=False)
+    seconds = trained(module, [remat, finder], steps)
+    took = time.perf_counter() - started
+    found = finder.found
+    assert found is not None and remat.plan is not None and remat.runs, "nothing was planned"
+    assert found.batch_size == module.batch_size
+    return Found(
+        name=name,
+        description=workload.description,
+        limit_bytes=limit,
+        eager=eager,
+        eager_peak_bytes=peak,
+        eager_next_peak_bytes=next_peak,
+        predicted_without=found.without,
+        batch_size=found.batch_size,
+        predicted_bytes=found.plan.predicted_peak_bytes,
+        measured_bytes=found.measured_peak_bytes,
+        overhead=found.plan.overhead,
+        finding_seconds=took - (3 + steps) * seconds,
+        eager_seconds=eager_seconds,
+        seconds=seconds,
+        aim=NETWORKS[name],
+    )
+
+
+def table(rows: Sequence[Found]) -> Table:
+    """For people."""
+    shown = Table(title="The largest batch within a limit, at most at one extra forward")
+    for title in (
+        "network",
+        "limit",
+        "eager",
+        "found",
+        "times",
+        "aim",
+        "peak",
+        "overhead",
+        "samples a second",
+        "search",
+    ):
+        shown.add_column(title, justify="left" if title == "network" else "right")
+    for row in rows:
+        shown.add_row(
+            row.name,
+            format_bytes(row.limit_bytes),
+            f"{row.eager} ({format_bytes(row.eager_peak_bytes)})",
+            str(row.batch_size),
+            f"{row.times:.2f}" + ("" if row.holds else " NO"),
+            f"{row.aim:g}",
+            f"{format_bytes(row.measured_bytes)} ({row.predicted_bytes / row.measured_bytes - 1:+.2%})",
+            f"{row.overhead:+.1%}",
+            f"{row.batch_size / row.seconds:.1f} (eager {row.eager / row.eager_seconds:.1f})",
+            f"{row.finding_seconds:.0f} s",
+        )
+    return shown
+
+
+def main() -> int:
+    """Measure, print, and write JSON; returns 1 where something that is aimed at is not reached."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", action="append", choices=list(NETWORKS), help="may be repeated; default: all")
+    parser.add_argument("--limit", default="1GiB", help="of memory, everything counted")
+    parser.add_argument("--steps", type=int, default=3, help="timed training steps at each batch size")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    limit = parse_budget(options.limit)
+    if limit.kind is not BudgetKind.SIZE:
+        parser.error("--limit: give a size, such as 1GiB")
+    if options.worker:
+        logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+        found = measure(options.network[0], int(limit.value or 0), options.steps)
+        options.worker.write_text(json.dumps(dataclasses.asdict(found)))
+        return 0
+    rows = []
+    for name in options.network or NETWORKS:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "found.json"
+            command = [sys.executable, __file__, "--worker", str(file), "--network", name, "--limit", options.limit]
+            subprocess.run([*command, "--steps", str(options.steps)], check=True)
+            rows.append(Found(**json.loads(file.read_text())))
+        Console(width=None if sys.stdout.isatty() else 160).print(table(rows))
+    data = {
+        "format": "lightning_remat.batch_sizes",
+        "version": 1,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "rows": [{**dataclasses.asdict(row), "times": row.times, "holds": row.holds} for row in rows],
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    return 0 if all(row.holds for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
