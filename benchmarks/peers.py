@@ -4,7 +4,7 @@
 
 Each network runs in a process of its own. In it every method gets its own copy of the network, the same batch and the same
 seeds; two steps are compared with eager's bit by bit, the allocator's peak is taken over a third, and then the methods take
-turns, one step each in random order, for ``--steps`` rounds after three to warm up: what disturbs the machine disturbs all alike.
+turns, one step each in random order, for ``--steps`` rounds after three to warm up: what disturbs the machine disturbs all.
 By default this project runs at the peaks that its peers were measured to reach; what holds is told in a second table.
 
 A step is what Lightning does: forward, ``zero_grad``, backward. The old gradients live through the forward.

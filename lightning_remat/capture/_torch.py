@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch._dynamo
 import torch.distributed
@@ -106,13 +106,15 @@ def _unasked_decompositions() -> list[OpOverload]:
     return found
 
 
-def _upsample(op: OpOverload, x: torch.Tensor, output_size: Any, *align_corners: bool, **named: Any) -> torch.Tensor:
+def _upsample(op: OpOverload, x: torch.Tensor, output_size: Any, *others: Any, **named: Any) -> torch.Tensor:
     """What torch's own kernel does for the overloads that take ``scale_factors``, which refuses symbolic sizes."""
-    *corners, factors = (*align_corners, *named.values())  # in the schema's order
-    sizes = output_size
-    if sizes is None:
-        sizes = [torch.sym_int(size * factor) for size, factor in zip(x.shape[2:], factors, strict=True)]
-    made: torch.Tensor = op(x, sizes, *corners, *(factors if factors is not None else [None] * len(sizes)))
+    arguments = [*others, *named.values()]  # in the schema's order
+    factors: list[float] | None = arguments.pop()
+    scales: Sequence[float | None] = factors or [None] * (x.dim() - 2)
+    if output_size is None and factors is not None:
+        pairs = zip(x.shape[2:], factors, strict=True)
+        output_size = [torch.sym_int(size * factor) for size, factor in pairs]  # type: ignore[no-untyped-call]
+    made: torch.Tensor = op(x, output_size, *arguments, *scales)
     return made
 
 

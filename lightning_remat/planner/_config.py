@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -59,7 +59,7 @@ class RematConfig:
         cost_model(self.cost_model)
 
     @classmethod
-    def from_mapping(cls, options: Mapping[str, Any]) -> RematConfig:
+    def from_mapping(cls, options: Mapping[str, Any]) -> Self:
         """Options from a mapping or an OmegaConf node.
 
         Raises:
