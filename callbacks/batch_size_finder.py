@@ -200,7 +200,7 @@ class RematBatchSizeFinder(Callback):
                 parameter.grad = gradient
             if found is None:
                 trainer.accumulate_grad_batches = accumulated
-                data.set(data.before)
+                data.put_back()
         self.found = found
         if found is not None:
             data.set(found.batch_size)

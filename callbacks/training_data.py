@@ -7,11 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.data import extract_batch_size
-from lightning.pytorch.utilities.parsing import lightning_getattr, lightning_setattr
+from lightning.pytorch.utilities.parsing import (
+    _lightning_get_all_attr_holders,
+    lightning_getattr,
+    lightning_setattr,
+)
 
 from lightning_remat.errors import ConfigError
 
@@ -38,11 +43,14 @@ class TrainingData:
     ) -> None:
         self._trainer, self._module, self._name, self._make = trainer, module, name, make
         self._source = trainer.fit_loop._data_source
+        self._held: list[tuple[Any, Any]] = []
         self.before = 0
         if make is not None:
             self.before = extract_batch_size(next(iter(self._loader()))[0])
         elif name is not None:
             self.before = int(lightning_getattr(module, name))  # type: ignore[arg-type]
+            holders = _lightning_get_all_attr_holders(module, name)
+            self._held = [(holder, _get(holder, name)) for holder in holders]
 
     def _loader(self) -> CombinedLoader:
         loader = self._source.dataloader()
@@ -57,6 +65,12 @@ class TrainingData:
         loop = self._trainer.fit_loop
         loop._combined_loader = None  # they are made again when they are needed
         loop.epoch_loop.val_loop._combined_loader = None
+
+    def put_back(self) -> None:
+        """Make the loaders as they were before."""
+        self.set(self.before)
+        for holder, value in self._held:
+            _set(holder, str(self._name), value)
 
     def samples(self) -> int | None:
         """How many samples a process has; ``None`` where that is not known."""
@@ -95,7 +109,10 @@ class TrainingData:
     def _next(self) -> Any:
         combined = self._loader()
         combined.limits = [1] * len(combined.flattened)
+        generators = [(generator, generator.get_state()) for generator in _generators(combined)]
         batch, _, _ = next(iter(combined))
+        for generator, state in generators:
+            generator.set_state(state)
         return batch
 
     def _on_device(self, batch: Any) -> Any:
@@ -103,3 +120,26 @@ class TrainingData:
         batch = trainer.precision_plugin.convert_input(batch)
         batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
         return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+
+
+def _get(holder: Any, name: str) -> Any:
+    return holder[name] if isinstance(holder, dict) else getattr(holder, name)
+
+
+def _set(holder: Any, name: str, value: Any) -> None:
+    if isinstance(holder, dict):
+        holder[name] = value
+    else:
+        setattr(holder, name, value)
+
+
+def _generators(combined: CombinedLoader) -> list[torch.Generator]:
+    """The user's own random generators that the loaders draw from."""
+    found: dict[int, torch.Generator] = {}
+    for loader in combined.flattened:
+        batches = getattr(loader, "batch_sampler", None)
+        for thing in (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
+            generator = getattr(thing, "generator", None)
+            if isinstance(generator, torch.Generator):
+                found[id(generator)] = generator
+    return list(found.values())

@@ -90,14 +90,17 @@ _KEEP_DECOMPOSED = (
     "empty",
     "broadcast_tensors",
 )
+# The same in Python as in torch's C++, which reads sizes as numbers.
+_KEEP_FOR_SYMBOLS = ("matmul",)
 _COMPOSITE_KEYS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 
 
-def _unasked_decompositions() -> list[OpOverload]:
+def _unasked_decompositions(symbolic: bool) -> list[OpOverload]:
     found = []
+    kept = (*_KEEP_DECOMPOSED, *(_KEEP_FOR_SYMBOLS if symbolic else ()))
     for name in dir(torch.ops.aten):
         packet = getattr(torch.ops.aten, name)
-        if not hasattr(packet, "overloads") or name in _KEEP_DECOMPOSED:
+        if not hasattr(packet, "overloads") or name in kept:
             continue
         for overload in packet.overloads():
             op = getattr(packet, overload)
@@ -124,13 +127,13 @@ def _upsamplings() -> list[tuple[OpOverload, OpOverload]]:
 
 
 @contextlib.contextmanager
-def whole_ops() -> Iterator[None]:
+def whole_ops(symbolic: bool = False) -> Iterator[None]:
     """Trace the ops that eager runs: take AOTAutograd's unasked Python decompositions away, and put them back."""
     import torch._decomp  # registers them
     import torch._refs  # noqa: F401
 
     removed: list[tuple[OpOverload, DispatchKey, Any]] = []
-    ops = _unasked_decompositions()
+    ops = _unasked_decompositions(symbolic)
     try:
         for op in ops:
             for key in _COMPOSITE_KEYS:
@@ -291,6 +294,7 @@ def aot_backend(
     example_inputs: Sequence[Any],
     partition: Partition,
     parts: Mapping[OpOverload, Callable[..., Any]],
+    symbolic: bool = False,
 ) -> tuple[Callable[..., Any], Exchange]:
     """Run AOTAutograd on a captured forward; ``partition`` turns the joint graph into forward and backward.
 
@@ -331,7 +335,7 @@ def aot_backend(
         settings["backward_pass_autocast"] = "off"
     with (
         _collecting(False),
-        whole_ops(),
+        whole_ops(symbolic),
         real_layouts(),
         functorch_config.patch(settings),
         inductor_config.patch(fallback_random=True),

@@ -226,7 +226,8 @@ class ScheduledStep:
         if not self.plans and not self.failures:
             reasons = list(internals.capture_failures() - known_failures) if known_failures is not None else []
             found = f" ({reasons[0].splitlines()[0]})" if reasons else "; TORCH_LOGS=graph_breaks says more"
-            self._failed(f"no operation with gradients could be captured in it{found}", None)
+            if reasons or any(leaf.requires_grad for leaf in internals.tensor_leaves(result)):  # it may have done nothing
+                self._failed(f"no operation with gradients could be captured in it{found}", None)
         if compiled is self._symbolic and not self._call and known_failures is not None:
             for reason in internals.capture_failures() - known_failures:
                 self._failed(f"with symbolic sizes, {reason}", None)
@@ -530,7 +531,7 @@ class ScheduledStep:
 
         self._progress("capturing")
         try:
-            compiled, exchange = internals.aot_backend(module, inputs, partition, PARTS)
+            compiled, exchange = internals.aot_backend(module, inputs, partition, PARTS, symbolic)
         except Exception as error:
             if symbolic and not self._call:
                 self._without_symbols(f"{type(error).__name__}: {error}")
