@@ -166,7 +166,9 @@ class RematCallback(Callback):
             return
         self._undo()  # of a fit that ended in another callback's `on_exception`
         if sum(isinstance(one, RematCallback) for one in trainer.callbacks) > 1:  # type: ignore[attr-defined]
-            raise ConfigError("this Trainer has more than one RematCallback: give one, only one of them can run the step")
+            raise ConfigError(
+                "this Trainer has more than one RematCallback: give one, only one of them can run the step"
+            )
         strategy = trainer.strategy
         supported = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy))
         if not supported or isinstance(strategy, DeepSpeedStrategy):

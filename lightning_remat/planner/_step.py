@@ -226,7 +226,8 @@ class ScheduledStep:
         if not self.plans and not self.failures:
             reasons = list(internals.capture_failures() - known_failures) if known_failures is not None else []
             found = f" ({reasons[0].splitlines()[0]})" if reasons else "; TORCH_LOGS=graph_breaks says more"
-            if reasons or any(leaf.requires_grad for leaf in internals.tensor_leaves(result)):  # it may have done nothing
+            trains = any(leaf.requires_grad for leaf in internals.tensor_leaves(result))
+            if reasons or trains:  # otherwise it may have done nothing
                 self._failed(f"no operation with gradients could be captured in it{found}", None)
         if compiled is self._symbolic and not self._call and known_failures is not None:
             for reason in internals.capture_failures() - known_failures:
