@@ -487,7 +487,7 @@ def test_a_user_compiled_module_is_refused():
         ({"margin": 1.0}, ConfigError, "margin"),
         ({"time_limit": 0}, ConfigError, "time_limit"),
         ({"solver_options": {"magic": 1}}, ConfigError, "no option 'magic'"),
-        ({"measure": 1}, ConfigError, "measure=1: give True or False"),
+        ({"measure": "perhaps"}, ConfigError, "measure"),
     ],
 )
 def test_options_that_cannot_be_used(options, error, words):

@@ -260,7 +260,8 @@ class TestCaptures:
         for rows in range(2, 2 + 10):
             step(inputs(rows)).backward()
         step(inputs(2)).backward()
-        assert step.runs == (2, *[1] * 9) and not step.failures
+        assert sum(step.runs) == 11 and step.runs[0] == 2 and not step.failures
+        assert len(step.plans) < 10  # from the fourth on, sizes are symbols
 
     def test_without_gradients_the_original_runs(self) -> None:
         module = net()

@@ -226,8 +226,7 @@ class ScheduledStep:
         if not self.plans and not self.failures:
             reasons = list(internals.capture_failures() - known_failures) if known_failures is not None else []
             found = f" ({reasons[0].splitlines()[0]})" if reasons else "; TORCH_LOGS=graph_breaks says more"
-            trains = any(leaf.requires_grad for leaf in internals.tensor_leaves(result))
-            if reasons or trains:  # otherwise it may have done nothing
+            if reasons or internals.tensor_leaves(result):  # otherwise it has nothing to learn from this batch
                 self._failed(f"no operation with gradients could be captured in it{found}", None)
         if compiled is self._symbolic and not self._call and known_failures is not None:
             for reason in internals.capture_failures() - known_failures:
