@@ -55,7 +55,7 @@ class Found:
             ``eager_next_peak_bytes`` with one sample more.
         predicted_without: the finder's word for eager's.
         batch_size: the finder's; its peak as ``predicted_bytes`` and ``measured_bytes``, of the confirming step.
-        overhead: predicted extra time; ``allowed``: one extra forward, as a share of the step.
+        overhead: predicted extra time, as a share of the step.
         finding_seconds: the whole search.
         eager_seconds, seconds: of a training step at the two batch sizes, medians.
         aim: times eager's that is aimed at.

@@ -45,7 +45,6 @@ class Epoch:
         graphs: captured by Dynamo.
         plans: made.
         waited_seconds: of the steps' time, spent on capture, measuring, planning, and looking for a plan at hand.
-        measured_peak_bytes: the largest measured peak of a step.
     """
 
     seconds: float

@@ -46,7 +46,7 @@ class TrainingData:
         self._held: list[tuple[Any, Any]] = []
         self.before = 0
         if make is not None:
-            self.before = extract_batch_size(next(iter(self._loader()))[0])
+            self.before = extract_batch_size(self._next())
         elif name is not None:
             self.before = int(lightning_getattr(module, name))  # type: ignore[arg-type]
             holders = _lightning_get_all_attr_holders(module, name)
@@ -110,9 +110,11 @@ class TrainingData:
         combined = self._loader()
         combined.limits = [1] * len(combined.flattened)
         generators = [(generator, generator.get_state()) for generator in _generators(combined)]
-        batch, _, _ = next(iter(combined))
-        for generator, state in generators:
-            generator.set_state(state)
+        try:
+            batch, _, _ = next(iter(combined))
+        finally:
+            for generator, state in generators:
+                generator.set_state(state)
         return batch
 
     def _on_device(self, batch: Any) -> Any:

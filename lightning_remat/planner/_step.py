@@ -532,7 +532,7 @@ class ScheduledStep:
         self._progress("capturing")
         try:
             compiled, exchange = internals.aot_backend(module, inputs, partition, PARTS, symbolic)
-        except Exception as error:
+        except Exception as error:  # whatever torch raises: the graph runs as before, and the reason is said
             if symbolic and not self._call:
                 self._without_symbols(f"{type(error).__name__}: {error}")
                 raise _NoSymbols from error
