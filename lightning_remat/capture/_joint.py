@@ -100,6 +100,11 @@ class CapturedGraph:
         return sum(self.graph.storages[s] for s in found)
 
     @functools.cached_property
+    def written(self) -> frozenset[Node]:
+        """The primals that the step itself gives new values."""
+        return frozenset(primal for _, primal in _new_values(self.module.graph, self.forward_outputs))
+
+    @functools.cached_property
     def device(self) -> torch.device:
         """Where most of the step's bytes are."""
         totals: dict[torch.device, int] = {}
@@ -526,7 +531,8 @@ class _Reader:
         random = _ops.is_random(target)
         made = sum(self.storages_anywhere[s] for s in {self.tensor_list[t].storage for t in outputs})
         # To draw again takes the generator's state from the first time: not worth it for a small result.
-        once = bool(node.meta.get("remat_once")) or (random and made < WORTH_DRAWING_AGAIN)
+        not_worth_it = random and made < WORTH_DRAWING_AGAIN
+        once = node.meta.get("remat_once") or not_worth_it or not _ops.repeats(target) or _gives_read_statistics(node)
         op = Op(
             name=node.name,
             target=_target_name(target),
@@ -602,6 +608,20 @@ def _producer(node: Node) -> Node:
     while node.op == "call_function" and node.target is operator.getitem and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
+
+
+def _gives_read_statistics(node: Node) -> bool:
+    """Whether something reads the new running statistics of a batch norm: evaluated again, it does not give them.
+
+    Another batch norm may, in training mode: evaluated again, that one does not read them.
+    """
+    if not _ops.is_training_batch_norm(node.target, node.args):
+        return False
+    readers = [(new, user) for new in node.users if new.args[1] in (3, 4) for user in new.users]
+    return any(
+        user.op != "output" and not (_ops.is_training_batch_norm(user.target, user.args) and new in user.args[3:5])
+        for new, user in readers
+    )
 
 
 def _target_name(target: Any) -> str:

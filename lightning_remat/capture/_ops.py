@@ -44,6 +44,17 @@ def is_random(target: Any) -> bool:
     )
 
 
+_KNOWN = ("aten", "prims", "torchvision")
+
+
+def repeats(target: Any) -> bool:
+    """Whether the op is known to give the same bits a second time, or to say that it draws random numbers.
+
+    An operator of the user's own may draw without saying so, count its calls, or talk to other processes.
+    """
+    return not isinstance(target, OpOverload) or target.namespace in _KNOWN or is_random(target)
+
+
 def mutates(target: Any) -> bool:
     """Whether the op overwrites one of its inputs."""
     return isinstance(target, OpOverload) and target._schema.is_mutable

@@ -9,7 +9,8 @@ What is used and why:
   decompositions are asked for; the decomposed op has other bits and another speed than eager. They are kept whole.
 * ``FakeTensorMode._dispatch_impl``: some fake results have other strides than the real ones (see ``_layouts``).
 * ``_inductor.config.fallback_random``: without it, AOTAutograd drops random ops whose result nobody reads; eager draws them.
-* ``TorchInGraphFunctionVariable._get_handlers``: Dynamo's own decomposition of ``addcdiv`` (see `whole_ops` for AOTAutograd's).
+* ``TorchInGraphFunctionVariable._get_handlers``: Dynamo's own decomposition of ``addcdiv`` (see `whole_ops` for AOTAutograd's),
+  and its answer to code that asks whether it is compiled.
 * ``distributed_c10d._get_default_store``: where processes that train together leave notes for each other.
 * ``torch.utils._sympy``: the arithmetic of symbolic sizes, as numbers and as nodes of a graph.
 * ``fx.experimental._config``: sizes that happen to be equal are told apart.
@@ -23,9 +24,11 @@ import dataclasses
 import functools
 import gc
 import logging
+import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -37,6 +40,7 @@ from torch._C import DispatchKey
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters as dynamo_counters
+from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
@@ -62,6 +66,7 @@ __all__ = [
     "capture_failures",
     "compile_frame",
     "computed",
+    "copied",
     "default_store",
     "dynamo_counters",
     "expression",
@@ -69,7 +74,7 @@ __all__ = [
     "free_symbols",
     "hint",
     "largest",
-    "on_double_backward",
+    "on_backward",
     "real_layouts",
     "real_tensors",
     "running",
@@ -440,43 +445,84 @@ def capture_failures() -> Counter[str]:
     return Counter(dynamo_counters["graph_break"]) + Counter(errors)
 
 
-def on_double_backward(outputs: Any, told: Callable[[], None]) -> None:
-    """Call ``told`` when a backward of ``outputs`` begins that is to be differentiated itself (``create_graph=True``)."""
+def on_backward(outputs: Any, told: Callable[[], None]) -> None:
+    """Call ``told`` when a backward of ``outputs`` begins; gradients are enabled in it where it is to be differentiated."""
 
     def before(_gradients: Any) -> None:
-        if torch.is_grad_enabled():
-            told()
+        told()
 
     functions = {one.grad_fn for one in tensor_leaves(outputs) if one.grad_fn is not None}
     for function in functions:
         function.register_prehook(before)
 
 
+def copied(value: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides."""
+    with torch.no_grad():
+        copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return copy.copy_(value)
+
+
 @contextlib.contextmanager
 def _quiet_dynamo() -> Iterator[None]:
     """Let Dynamo's loggers and warnings through only where the user asked for them (``TORCH_LOGS``, a level set)."""
-    logger = logging.getLogger("torch._dynamo")
-    level, warn_once = logger.level, dynamo_utils.warn_once
-    if level == logging.NOTSET:
-        logger.setLevel(logging.CRITICAL)  # torch 2.11 cannot log its own settings, and calls that an error
+    logger, warn_once = logging.getLogger("torch._dynamo"), dynamo_utils.warn_once
+    # torch 2.11 cannot log its own settings, and calls that an error. (To set a level costs half a millisecond a step.)
+    silent = (
+        [] if logger.level else [one for one in _dynamo_loggers(len(logger.manager.loggerDict)) if not one.disabled]
+    )
+    for one in silent:
+        one.disabled = not one.level
     dynamo_utils.warn_once = lambda message, *_args, **_kwargs: logger.info("%s", message)
     try:
         yield
     finally:
         dynamo_utils.warn_once = warn_once
-        logger.setLevel(level)
+        for one in silent:
+            one.disabled = False
+
+
+@functools.lru_cache(maxsize=1)
+def _dynamo_loggers(_known: int) -> list[logging.Logger]:
+    """Dynamo's loggers; looked up again when there are more loggers than there were."""
+    loggers = logging.getLogger().manager.loggerDict.items()
+    return [one for name, one in loggers if name.startswith("torch._dynamo") and isinstance(one, logging.Logger)]
 
 
 @contextlib.contextmanager
-def _whole_addcdiv() -> Iterator[None]:
-    """Dynamo takes ``torch.addcdiv`` apart, and rounds otherwise then; there is no setting for it."""
+def _as_in_eager_mode() -> Iterator[None]:
+    """Dynamo takes ``torch.addcdiv`` apart, and rounds otherwise then; there is no setting for it. And code that asks whether
+    it is compiled is told no: who does so (transformers, for one) goes another way then, with other bits than in eager mode.
+    """
     handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
-    handler = handlers.pop(torch.addcdiv, None)
+    before = dict(handlers)
+    handlers.pop(torch.addcdiv, None)
+    for question in _IS_COMPILED:
+        handlers[question] = functools.partial(_answer, before[question])
     try:
         yield
     finally:
-        if handler is not None:
-            handlers[torch.addcdiv] = handler
+        handlers.clear()
+        handlers.update(before)
+
+
+_IS_COMPILED = (
+    torch.compiler.is_compiling,
+    torch.compiler.is_dynamo_compiling,
+    torch._dynamo.external_utils.is_compiling,
+    torch._utils.is_compiling,
+)
+_MAY_KNOW = (str(Path(torch.__file__).parent), f"{os.sep}transformers{os.sep}")
+"""Who asks to know what can be traced. Without the answer transformers' models come apart into single layers; where they
+compute in another way for it is a known difference (docs/training.md).
+"""
+
+
+def _answer(own: Callable[..., Any], asked: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+    """No; but who asks to know what can be traced gets Dynamo's ``own`` answer."""
+    if any(place in translator.f_code.co_filename for place in _MAY_KNOW):
+        return own(asked, translator, *args, **kwargs)
+    return VariableTracker.build(translator, False)
 
 
 def _logging_calls() -> set[Any]:
@@ -519,7 +565,7 @@ def running(dynamic_sources: str = "") -> contextlib.AbstractContextManager[Any]
     # Two sizes that were equal when the step was captured are two symbols: they need not be the next time.
     stack.enter_context(symbolic_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
     stack.enter_context(_quiet_dynamo())
-    stack.enter_context(_whole_addcdiv())
+    stack.enter_context(_as_in_eager_mode())
     if dynamic_sources:
         patch = torch.compiler.config.patch  # type: ignore[attr-defined]
         stack.enter_context(patch(dynamic_sources=dynamic_sources))

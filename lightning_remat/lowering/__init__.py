@@ -1,5 +1,5 @@
 """A schedule as a forward and a backward module that run it."""
 
-from lightning_remat.lowering._aten import lower
+from lightning_remat.lowering._aten import lower, read_again
 
-__all__ = ["lower"]
+__all__ = ["lower", "read_again"]

@@ -18,7 +18,7 @@ from lightning_remat.capture import CapturedGraph
 from lightning_remat.capture import _ops as ops
 from lightning_remat.capture._torch import Modules
 from lightning_remat.errors import ScheduleError
-from lightning_remat.graph import Op
+from lightning_remat.graph import Op, TensorRole
 from lightning_remat.lowering._replay import random_state, replaying
 from lightning_remat.schedule import Compute, Schedule
 
@@ -68,6 +68,29 @@ def lower(captured: CapturedGraph, schedule: Schedule) -> Modules:
     if description is not None:
         backward_module.graph.output_node().meta["desc"] = description[len(returned) :]
     return Modules(forward_module, backward_module, len(returned), len(sizes))
+
+
+def read_again(captured: CapturedGraph, schedule: Schedule) -> tuple[int, ...]:
+    """Parameters and buffers that the backward reads for what eager mode evaluates in the forward, as positions of primals.
+
+    Those that the step itself writes are not among them: what reads them again reads a copy, or does without.
+    """
+    graph = captured.graph
+    inputs = [(i, captured.node_tensor[n]) for i, n in enumerate(captured.primals) if n in captured.node_tensor]
+    places = {
+        graph.tensors[t].storage: i
+        for i, t in inputs
+        if graph.tensors[t].role is not TensorRole.BATCH and captured.primals[i] not in captured.written
+    }
+    backward = {step.op for step in schedule.steps[schedule.boundary :] if isinstance(step, Compute)}
+    gradients = {captured.node_tensor[node] for node in captured.tangents if node in captured.node_tensor}
+    read: set[int] = set()
+    for index, op in enumerate(graph.ops):
+        if gradients.intersection(op.inputs):
+            gradients.update(op.outputs)
+        elif index in backward:
+            read.update(graph.tensors[t].storage for t in op.inputs)
+    return tuple(sorted(places[storage] for storage in read & places.keys()))
 
 
 def _is_size(key: Key) -> bool:
