@@ -36,6 +36,9 @@ from lightning_remat.planner import Plan, RematWarning, ScheduledStep
 DDP_SETTLES = 2
 """Steps after which DDP has made its buckets anew, in the order in which gradients come: not steps like the others."""
 
+SHOWN = 3
+"""Parameters that a warning names."""
+
 
 class RematCallback(Callback):
     """Train within a memory budget by rematerialization, with bit for bit the same results.
@@ -115,7 +118,7 @@ class RematCallback(Callback):
         self.training_step: TrainingStep | None = None
         self._step: ScheduledStep | None = None  # kept after the fit: its plans can be read
         self._announced = 0
-        self._batches = 0
+        self._batches, self._told = 0, False
         self._measure_next = False
         self._limit: int | float | None = None  # `limit_train_batches`, while nothing is trained
         self._tracker = contextlib.ExitStack()
@@ -220,7 +223,7 @@ class RematCallback(Callback):
     ) -> TrainingStep | None:
         """The step of a new fit; ``None``, with a warning, where it cannot be scheduled."""
         self._step, self._announced, self._measure_next, self.measured_peak_bytes = None, 0, False, None
-        self._batches = 0
+        self._batches, self._told = 0, False
         self._folder = plan_folder(trainer)
         if "dataloader_iter" in inspect.signature(module.training_step).parameters:
             rank_zero_warn(
@@ -262,6 +265,8 @@ class RematCallback(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._end_tracking(trainer)
+        if self._step is not None and self._announced < len(self._step.plans):
+            self._tell_what_is_left_out(pl_module, self._step)
         self._announce(trainer)
 
     @override
@@ -294,6 +299,19 @@ class RematCallback(Callback):
             if self.config.artifacts:
                 write_plan(trainer, plan, number, self._folder)
         self._announced = len(self._step.plans)
+
+    def _tell_what_is_left_out(self, module: pl.LightningModule, step: ScheduledStep) -> None:
+        names = step.left_out(module.named_parameters())
+        if not names or self._told:
+            return
+        self._told = True
+        shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+        rank_zero_warn(
+            f"only a part of {step.name} could be captured: what is done with {shown} runs as before, without "
+            "rematerialization and outside the budget (nn.LSTM, nn.GRU and backward hooks on modules are known to be left "
+            "out; TORCH_LOGS=graph_breaks says more)",
+            category=RematWarning,
+        )
 
     def _end_tracking(self, trainer: pl.Trainer) -> None:
         if self._tracked is None or self._step is None:

@@ -1483,7 +1483,6 @@ IN_PARTS = [
     Nested, KeepsAGradient, CriticByHand,
     BranchesOnItsLoss, LoopsAsTheBatchSays, PicksRows,
     LayerDropByPython, LayerDropByTorch, OwnGenerator,
-    CumulativeBatchNorm, ExpertsOfSomeRows,
     pytest.param(WeightsOnBothSides, marks=known(SUMS)),
     pytest.param(ResidualAroundABreak, marks=known(SUMS)),
     pytest.param(TransposedOverABreak, marks=known("a gradient that comes over a break is copied to another layout")),
@@ -1519,6 +1518,7 @@ def test_not_captured_and_the_reason_is_said(make: type[Wild], reason: str) -> N
 
 
 @pytest.mark.parametrize("make", [CountsInAPart, LogsItsLearningRate])
+@pytest.mark.filterwarnings("ignore:only a part of LogsItsLearningRate")  # after it was given up in the middle of one
 def test_captured_until_it_is_given_up(make: type[Wild]) -> None:
     """What the step reads is another Python number every time."""
     options = {"train": make.train_loader, "max_epochs": 3}
@@ -1538,22 +1538,20 @@ def test_a_buffer_that_moves_where_its_pointer_says() -> None:
     assert any(plan.rematerializes and runs for plan, runs in zip(remat.plans, remat.runs, strict=True))
 
 
-A_REST = [Lstm, Gru, Packed, SparseProduct, CheckpointedInSegments, LayerDropInALoop, HookedBackward]
+A_REST = [
+    Lstm, Gru, Packed, SparseProduct, CheckpointedInSegments, LayerDropInALoop, HookedBackward,
+    CumulativeBatchNorm, ExpertsOfSomeRows,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("make", A_REST)
 def test_only_a_rest_is_captured(make: type[Wild]) -> None:
-    """Dynamo leaves the function alone that does it; the rest of the step is captured."""
+    """Dynamo leaves the function alone that does it; the rest of the step is captured, and that is said."""
     plain, remat = fit(make, train=make.train_loader), tight()
-    run = fit(make, remat, train=make.train_loader)
+    with pytest.warns(RematWarning, match="only a part of .*training_step could be captured: .*(weight|bias)"):
+        run = fit(make, remat, train=make.train_loader)
     assert_same(plain.results, run.results)
     assert 0 < share_of_weights(run, remat) < 1
-
-
-@known("what is captured in part only is not told", pytest.fail.Exception)
-def test_what_is_left_out_is_said() -> None:
-    with pytest.warns(RematWarning, match="RNN"):
-        fit(Lstm, tight(), train=vectors)
 
 
 def test_prints_come_once_and_in_their_order(capsys: pytest.CaptureFixture[str]) -> None:
@@ -1565,13 +1563,7 @@ def test_prints_come_once_and_in_their_order(capsys: pytest.CaptureFixture[str])
     assert_same(*results)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        GraphTuple,
-        pytest.param(Graph, marks=known("shapes in a class of one's own are not seen: large ones run as small")),
-    ],
-)
+@pytest.mark.parametrize("kind", [GraphTuple, Graph])
 def test_a_small_batch_that_fits_says_nothing_of_a_large_one(kind: Any) -> None:
     sizes = {"train": lambda: graphs(kind, 32, 1024)}
     plain, remat = fit(MessagePassing, **sizes), callback(1_500_000, solver="greedy", time_limit=0.1)

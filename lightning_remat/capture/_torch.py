@@ -25,6 +25,7 @@ import functools
 import gc
 import logging
 import os
+import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -383,14 +384,33 @@ def default_store() -> Any:
 
 
 def tensor_leaves(tree: Any) -> list[torch.Tensor]:
-    """All tensors in nested containers and dataclass instances."""
+    """All tensors in nested containers, and in the attributes of objects such as a batch class of the user's own.
+
+    Modules, and what is reached a second time, are left out.
+    """
     found: list[torch.Tensor] = []
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            found += tensor_leaves([getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)])
+    seen: set[int] = set()
+
+    def collect(tree: Any, depth: int) -> None:
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor):
+                found.append(leaf)
+            elif depth < _DEEPEST and id(leaf) not in seen and not isinstance(leaf, _NO_BATCH):
+                seen.add(id(leaf))
+                slots = [getattr(kind, "__slots__", ()) for kind in type(leaf).__mro__]
+                names = {name for own in slots for name in ((own,) if isinstance(own, str) else own)}
+                attributes = [getattr(leaf, name, None) for name in sorted(names - {"__dict__", "__weakref__"})]
+                attributes += getattr(leaf, "__dict__", {}).values()
+                if attributes:
+                    collect(attributes, depth + 1)
+
+    collect(tree, 0)
     return found
+
+
+_NO_BATCH = (type, types.ModuleType, types.FunctionType, torch.nn.Module)
+_DEEPEST = 4
+"""Objects inside of objects in which tensors are looked for: a graph batch keeps them in a mapping of a store of its own."""
 
 
 def hint(value: Any) -> Any:

@@ -14,7 +14,7 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -275,6 +275,15 @@ class ScheduledStep:
                 "changes from call to call (such as global_step); pass such a value as a tensor, or read it outside",
                 None,
             )
+
+    def left_out(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[str]:
+        """Names of the parameters that have gradients although nothing that was captured reads them.
+
+        What a call did with them was left alone by Dynamo (an ``nn.LSTM``, say): it runs as before, and takes memory that
+        no plan counts.
+        """
+        captured = {key for graph in self._graphs for key in graph.weights}
+        return [name for name, p in parameters if p.grad is not None and id(p) not in captured]
 
     # -- sizes that vary ----------------------------------------------------------------------------------------------
 
