@@ -232,6 +232,7 @@ def test_several_loaders_and_outputs_in_a_dict():
     assert finder.optimal_batch_size > 16 and runner.global_step == 1
 
 
+@pytest.mark.filterwarnings("ignore:only a part of Recurrent:lightning_remat.planner.RematWarning")
 def test_what_cannot_be_predicted_stays_as_it_is():
     class Recurrent(Sized):
         def __init__(self) -> None:

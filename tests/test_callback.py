@@ -222,6 +222,9 @@ def test_steps(make):
     compare(make, **ONE)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:only a part of ManualToggled:lightning_remat.planner.RematWarning"
+)  # not the closure
 @pytest.mark.parametrize("make", [ManualTwo, ManualToggled])
 def test_manual_optimization_with_two_optimizers(make):
     _, _, remat = compare(make, **{**ONE, "plans": None}, budget=0.7)
@@ -329,6 +332,7 @@ def test_progress_bars(bar):
 
 # Lightning's own advice, on a run that is too short for its profiler's schedule.
 @pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule will be overridden:UserWarning")
+@pytest.mark.filterwarnings("ignore:only a part of Classifier:lightning_remat.planner.RematWarning")
 @pytest.mark.parametrize("make", [PyTorchProfiler, SimpleProfiler])
 def test_profilers(make, tmp_path):
     plain = fit(Classifier, train=lambda: loader(24))

@@ -104,7 +104,7 @@ def test_a_network_of_elementwise_chains(budget, autocast):
     for remat in (False, True):
         torch.manual_seed(0)
         module = Elementwise()
-        step = rematerialize(module, budget=budget, cost_model="unit") if remat else module
+        step = rematerialize(module, budget=budget, cost_model="unit", time_limit=1.0) if remat else module
         for _ in range(2):
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 loss = step(x)
@@ -119,7 +119,7 @@ def test_backward_twice():
     """What the forward saved is not overwritten: ``retain_graph=True`` works as before."""
     torch.manual_seed(0)
     module = Elementwise().eval()
-    step = rematerialize(module, budget=0.6, cost_model="unit")
+    step = rematerialize(module, budget=0.6, cost_model="unit", time_limit=1.0)
     loss = step(torch.randn(128, 64))
     loss.backward(retain_graph=True)
     first = [p.grad.clone() for p in module.parameters()]
@@ -153,7 +153,7 @@ def test_running_statistics_are_those_of_eager(budget):
     for remat in (False, True):
         torch.manual_seed(0)
         module = Normed()
-        step = rematerialize(module, budget=budget, cost_model="unit") if remat else module
+        step = rematerialize(module, budget=budget, cost_model="unit", time_limit=1.0) if remat else module
         losses = []
         for x in batches:
             losses.append(step(x))
@@ -173,7 +173,7 @@ def test_running_statistics_take_no_memory_more():
         torch.manual_seed(0)
         layers = [layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.BatchNorm1d(512), nn.ReLU())]
         module = nn.Sequential(*layers)
-        step = rematerialize(module, budget=1.0, cost_model="unit") if remat else module
+        step = rematerialize(module, budget=1.0, cost_model="unit", time_limit=1.0) if remat else module
         x = torch.randn(16, 512)
 
         def run(module=module, step=step, x=x):

@@ -75,7 +75,7 @@ def steps(module: nn.Module, call: Any, batches: Sequence[torch.Tensor]) -> list
 def compared(module: nn.Module, batches: Sequence[torch.Tensor], **options: Any) -> Any:
     """Both runs have the same bits; returns what `rematerialize` gave."""
     other = copy.deepcopy(module)
-    step = rematerialize(other, **{"cost_model": "unit", "solver": "crossing", **options})
+    step = rematerialize(other, **{"cost_model": "unit", "solver": "crossing", "time_limit": 1.0, **options})
     ours, eager = steps(other, step, batches), steps(module, module, batches)
     for number, (one, two) in enumerate(zip(ours, eager, strict=True)):
         assert len(one) == len(two)
@@ -124,7 +124,7 @@ def test_one_budget_for_all() -> None:
     plain = rematerialize(copy.deepcopy(module), budget=1.0, cost_model="unit", solver="crossing")
     plain(tokens(64, batch=16)).backward()
     budget = int(0.6 * plain.plan.baseline_peak_bytes)
-    step = rematerialize(module, budget=budget, cost_model="profile", solver="crossing")
+    step = rematerialize(module, budget=budget, cost_model="profile", solver="crossing", time_limit=1.5)
     kinds = set()
     for length in (60, 10, 20, 33, 64, 21, 48, 63):
         batch = tokens(length, batch=16)
@@ -146,10 +146,10 @@ def test_one_budget_for_all() -> None:
 
 def test_what_is_infeasible_is_told_and_shorter_ones_go_on() -> None:
     module = Encoder(width=64, layers=2)
-    least = rematerialize(copy.deepcopy(module), budget="min", cost_model="unit", solver="crossing", time_limit=3)
+    least = rematerialize(copy.deepcopy(module), budget="min", cost_model="unit", solver="crossing", time_limit=1)
     least(tokens(32, batch=16)).backward()
     step = rematerialize(
-        module, budget=least.plan.predicted_peak_bytes, cost_model="unit", solver="crossing", time_limit=3
+        module, budget=least.plan.predicted_peak_bytes, cost_model="unit", solver="crossing", time_limit=1
     )
     for length in (10, 12, 14, 20):
         step(tokens(length, batch=16)).backward()

@@ -611,17 +611,24 @@ def _producer(node: Node) -> Node:
 
 
 def _gives_read_statistics(node: Node) -> bool:
-    """Whether something reads the new running statistics of a batch norm: evaluated again, it does not give them.
+    """Whether something may read the new running statistics of a batch norm later: evaluated again, it does not give them.
 
-    Another batch norm may, in training mode: evaluated again, that one does not read them.
+    Another batch norm in training mode may: evaluated again, that one does not read them. What only hands them out is
+    evaluated once.
     """
     if not _ops.is_training_batch_norm(node.target, node.args):
         return False
-    readers = [(new, user) for new in node.users if new.args[1] in (3, 4) for user in new.users]
-    return any(
-        user.op != "output" and not (_ops.is_training_batch_norm(user.target, user.args) and new in user.args[3:5])
-        for new, user in readers
-    )
+    found = False
+    for new, reader in [(new, reader) for new in node.users if new.args[1] in (3, 4) for reader in new.users]:
+        if reader.op == "output" or (
+            _ops.is_training_batch_norm(reader.target, reader.args) and new in reader.args[3:5]
+        ):
+            continue
+        if all(user.op == "output" for user in reader.users):
+            reader.meta["remat_once"] = True
+        else:
+            found = True
+    return found
 
 
 def _target_name(target: Any) -> str:

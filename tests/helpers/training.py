@@ -15,6 +15,7 @@ from lightning_remat.callbacks import RematCallback
 from lightning_remat.planner._together import OUTSIDE
 
 WIDTH = 16
+QUICK = {"solver": "greedy"}
 
 
 def network(layers: int = 3, width: int = WIDTH) -> nn.Sequential:
@@ -152,8 +153,9 @@ def fit(
 
 
 def callback(budget: Any = 0.4, **options: Any) -> RematCallback:
-    """The callback without measurements, which have tests of their own."""
-    return RematCallback(budget, **{"cost_model": "unit", "measure": False, "artifacts": False, **options})
+    """The callback without measurements and with a quick solver: what a plan is like has tests of its own."""
+    quick = {"cost_model": "unit", "measure": False, "artifacts": False}
+    return RematCallback(budget, **{**quick, **({} if {"solver", "time_limit"} & options.keys() else QUICK), **options})
 
 
 def compare(
