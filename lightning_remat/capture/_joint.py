@@ -618,11 +618,11 @@ def _gives_read_statistics(node: Node) -> bool:
     """
     if not _ops.is_training_batch_norm(node.target, node.args):
         return False
+    statistics = [item for item in node.users if item.args[1] in (3, 4)]
     found = False
-    for new, reader in [(new, reader) for new in node.users if new.args[1] in (3, 4) for reader in new.users]:
-        if reader.op == "output" or (
-            _ops.is_training_batch_norm(reader.target, reader.args) and new in reader.args[3:5]
-        ):
+    for new, reader in [(item, user) for item in statistics for user in item.users]:
+        norm = _ops.is_training_batch_norm(reader.target, reader.args) and new in reader.args[3:5]
+        if norm or reader.op == "output":
             continue
         if all(user.op == "output" for user in reader.users):
             reader.meta["remat_once"] = True
