@@ -146,6 +146,7 @@ def from_joint(
     share_casts(module.graph, num_fwd_outputs, autocast)
     _sizes_from_symbols(module.graph)
     _split_dropout(module.graph)
+    _split_convolution_backward(module.graph)
     _free_running_statistics(module.graph)
     _compact_losses(module.graph)
     outputs = tuple(module.graph.output_node().args[0])  # type: ignore[arg-type]
@@ -228,6 +229,28 @@ def _split_dropout(graph: torch.fx.Graph) -> None:
                 for product in list(use.users):
                     if product.target in (aten.mul.Tensor, aten.mul.Scalar) and isinstance(product.args[1], float):
                         product.update_arg(1, scale)
+
+
+def _split_convolution_backward(graph: torch.fx.Graph) -> None:
+    """A convolution's backward becomes two calls: the gradients of its weights, and then that of its input.
+
+    The kernels behind it are two in any case, and give the same bits alone. Together they hold the input, its gradient and
+    that of the output at once, the largest working set of most convolutional networks; apart, the input may go in between.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not aten.convolution_backward.default:
+            continue
+        for_input, *for_weights = node.args[10]
+        if not for_input or not any(for_weights):
+            continue
+        with graph.inserting_before(node):
+            weights = graph.call_function(node.target, (*node.args[:10], [False, *for_weights]))
+            data = graph.call_function(node.target, (*node.args[:10], [True, False, False]))
+        weights.meta, data.meta = dict(node.meta), dict(node.meta)
+        weights.meta["val"], data.meta["val"] = (None, *node.meta["val"][1:]), (node.meta["val"][0], None, None)
+        for item in list(node.users):
+            item.update_arg(0, data if item.args[1] == 0 else weights)
+        graph.erase_node(node)
 
 
 def _free_running_statistics(graph: torch.fx.Graph) -> None:
