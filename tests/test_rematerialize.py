@@ -179,6 +179,34 @@ class TestSignature:
 
         assert captured_whole(check(net(forward), inputs()))
 
+    def test_what_leads_to_no_loss_gets_no_gradient(self) -> None:
+        """Not even zeros: with those an optimizer would decay its weights."""
+
+        def forward(self: Net, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            hidden = self.first(x).tanh()
+            return self.last(hidden).sum(), self.other(hidden), self.other(hidden.detach()).sum(), x + 1
+
+        module = net(forward, other=nn.Linear(32, 4))
+        assert captured_whole(check(module, inputs()))
+
+    def test_one_or_another_loss(self) -> None:
+        def forward(self: Net, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            hidden = self.first(x).tanh()
+            return self.last(hidden).sum(), self.other(hidden).sum()
+
+        found = []
+        original = net(forward, other=nn.Linear(32, 4))
+        for wrap in (False, True):
+            module = copy.deepcopy(original)
+            call = rematerialize(module, budget="min", cost_model="unit") if wrap else module
+            for losses in (lambda a, b: a, lambda a, b: b, lambda a, b: a + b):
+                module.zero_grad()
+                losses(*call(inputs())).backward()
+                found.append([None if p.grad is None else p.grad.clone() for p in module.parameters()])
+        assert sum(gradient is None for gradients in found[:3] for gradient in gradients) == 4
+        for eager, ours in zip(found[:3], found[3:], strict=True):
+            assert all(map(same, eager, ours))
+
     def test_inputs_that_need_gradients(self) -> None:
         gradients = []
         for wrap in (False, True):

@@ -16,7 +16,7 @@ from lightning_remat.capture import _ops
 from lightning_remat.capture._autocast import NO_AUTOCAST, Autocast, share_casts
 from lightning_remat.capture._call import OpCall, TensorSpec
 from lightning_remat.capture._sizes import Sizes, Symbol, size_node, symbols_among, symbols_of, unlike_any
-from lightning_remat.capture._torch import HigherOrderOperator, OpOverload, hint, largest
+from lightning_remat.capture._torch import HigherOrderOperator, OpOverload, hint, largest, output_of_tangent
 from lightning_remat.errors import CaptureError
 from lightning_remat.graph import ComputationGraph, Op, Phase, Tensor, TensorRole
 
@@ -103,6 +103,16 @@ class CapturedGraph:
     def written(self) -> frozenset[Node]:
         """The primals that the step itself gives new values."""
         return frozenset(primal for _, primal in _new_values(self.module.graph, self.forward_outputs))
+
+    def gradients_without(self, outputs: frozenset[int]) -> frozenset[int]:
+        """Positions of the gradients that come through nothing but these outputs (positions among the function's own)."""
+        missing = {node for node in self.tangents if output_of_tangent(node) in outputs}
+        through: dict[Node, set[Node]] = {node: {node} for node in self.tangents}
+        for node in self.module.graph.nodes:
+            if node not in through:
+                through[node] = set().union(*(through[source] for source in node.all_input_nodes))
+        gradients = [through[node] if isinstance(node, Node) else set() for node in self.backward_outputs]
+        return frozenset(i for i, tangents in enumerate(gradients) if tangents and tangents <= missing)
 
     @functools.cached_property
     def device(self) -> torch.device:

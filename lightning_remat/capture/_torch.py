@@ -14,6 +14,7 @@ What is used and why:
 * ``distributed_c10d._get_default_store``: where processes that train together leave notes for each other.
 * ``torch.utils._sympy``: the arithmetic of symbolic sizes, as numbers and as nodes of a graph.
 * ``fx.experimental._config``: sizes that happen to be equal are told apart.
+* AOTAutograd's descriptors of inputs and outputs: which output a tangent belongs to, and what is written back.
 * ``_dynamo.config``: the recompile limit, logging calls and DDP's graph splitting are set while a step runs, and put back.
 """
 
@@ -44,6 +45,7 @@ from torch._dynamo.utils import counters as dynamo_counters
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
 from torch._inductor import config as inductor_config
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -76,6 +78,7 @@ __all__ = [
     "hint",
     "largest",
     "on_backward",
+    "output_of_tangent",
     "real_layouts",
     "real_tensors",
     "running",
@@ -257,10 +260,12 @@ class Exchange:
 
     Attributes:
         current: the version that the next forward runs.
+        dropped: positions of gradients that the next backward does not hand over.
     """
 
     def __init__(self) -> None:
         self.current = 0
+        self.dropped: frozenset[int] = frozenset()
         self._versions: list[tuple[Callable[[list[Any]], Any], Callable[[list[Any]], Any], torch.Tensor]] = []
         self._returned = self._sizes = -1
 
@@ -289,7 +294,9 @@ class Exchange:
     def backward(self, args: list[Any]) -> Any:
         """The backward of the forward that saved ``args``."""
         number = int(args.pop(self._sizes))
-        return self._versions[number][1](args)
+        dropped, self.dropped = self.dropped, frozenset()
+        found = self._versions[number][1](args)
+        return tuple(None if i in dropped else one for i, one in enumerate(found)) if dropped else found
 
 
 Partition = Callable[..., Modules]
@@ -465,15 +472,28 @@ def capture_failures() -> Counter[str]:
     return Counter(dynamo_counters["graph_break"]) + Counter(errors)
 
 
-def on_backward(outputs: Any, told: Callable[[], None]) -> None:
-    """Call ``told`` when a backward of ``outputs`` begins; gradients are enabled in it where it is to be differentiated."""
+def on_backward(outputs: Sequence[Any], told: Callable[[frozenset[int]], None]) -> None:
+    """Call ``told`` when a backward of ``outputs`` begins; gradients are enabled in it where it is to be differentiated.
 
-    def before(_gradients: Any) -> None:
-        told()
+    It is told the positions of the outputs that the backward does not come through: their gradients are nothing, not zeros.
+    """
+    functions: dict[Any, list[tuple[int, int]]] = {}
+    for position, output in enumerate(outputs):
+        if isinstance(output, torch.Tensor) and output.grad_fn is not None:
+            functions.setdefault(output.grad_fn, []).append((position, output.output_nr))
 
-    functions = {one.grad_fn for one in tensor_leaves(outputs) if one.grad_fn is not None}
-    for function in functions:
+    for function, places in functions.items():
+
+        def before(gradients: Sequence[Any], places: Sequence[tuple[int, int]] = places) -> None:
+            told(frozenset(position for position, number in places if gradients[number] is None))
+
         function.register_prehook(before)
+
+
+def output_of_tangent(node: torch.fx.Node) -> int | None:
+    """The position among a captured function's outputs of the one whose gradient a tangent is; ``None`` for others."""
+    output = getattr(node.meta.get("desc"), "output", None)
+    return output.idx if isinstance(output, PlainAOTOutput) else None
 
 
 def copied(value: torch.Tensor) -> torch.Tensor:

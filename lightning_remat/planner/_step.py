@@ -123,6 +123,7 @@ class _Graph:
         sized: its plans, where it has symbolic sizes.
         read_again: by plan, the arguments that its backward reads for what eager mode evaluates in the forward.
         moving: arguments (and their bytes) that were seen to change between a forward and its backward.
+        dropped: by the outputs that a backward does not come through, the gradients that are none then.
         room_bytes: what ``problem`` counts for their copies.
     """
 
@@ -138,6 +139,7 @@ class _Graph:
     read_again: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     moving: dict[int, int] = dataclasses.field(default_factory=dict)
     room_bytes: int = 0
+    dropped: dict[frozenset[int], frozenset[int]] = dataclasses.field(default_factory=dict)
 
 
 _Path = tuple[_Graph, ...]
@@ -652,10 +654,19 @@ class ScheduledStep:
             return tuple(graph.moving)
         return [i for i in graph.read_again[number] if i in held]
 
-    def _backward_begins(self, graph: _Graph, args: Sequence[Any], kept: Mapping[int, torch.Tensor]) -> None:
-        """Compare what a forward has copied with what it was copied from."""
+    def _backward_begins(
+        self, graph: _Graph, args: Sequence[Any], kept: Mapping[int, torch.Tensor], unused: frozenset[int]
+    ) -> None:
+        """Of a graph, before anything of it has run.
+
+        What its forward has copied is compared with what it was copied from. And what only leads to outputs that the loss
+        does not come from gets no gradient, as in eager mode: zeros would make an optimizer decay its weights.
+        """
         if torch.is_grad_enabled():
             self._double_backward()
+        if unused not in graph.dropped:
+            graph.dropped[unused] = graph.captured.gradients_without(unused) if unused else frozenset()
+        graph.exchange.dropped = graph.dropped[unused]
         for i, copy in kept.items():
             if i in graph.moving or torch.equal(args[i], copy):
                 continue

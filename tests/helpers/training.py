@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,6 +18,7 @@ from lightning_remat.callbacks import RematCallback
 from lightning_remat.planner._together import OUTSIDE
 
 WIDTH = 16
+FOLDER = Path(tempfile.gettempdir()) / f"lightning_remat-tests-{os.getpid()}"
 QUICK = {"solver": "greedy"}
 
 
@@ -121,6 +125,7 @@ def trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
         "accelerator": "cpu",
         "max_epochs": 1,
         "logger": False,
+        "default_root_dir": FOLDER,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
