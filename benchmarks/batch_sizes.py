@@ -181,7 +181,7 @@ def measure(name: str, limit: int, steps: int) -> Found:
     finder = RematBatchSizeFinder()
     module = Training(workload, 4)
     started = time.perf_counter()
-    remat = RematCallback(budget=limit, artifacts=False)
+    remat = RematCallback(budget=limit, artifacts=False, measure=False)
     seconds = trained(module, [remat, finder], steps)
     took = time.perf_counter() - started
     found = finder.found
