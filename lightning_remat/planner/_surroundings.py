@@ -9,6 +9,7 @@ import torch
 
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.graph import ComputationGraph, TensorRole
+from lightning_remat.schedule import Schedule
 
 Weights = Mapping[int, int]
 """Bytes of the parameters that get gradients, by what tells them apart."""
@@ -83,6 +84,14 @@ def replay_bytes(captured: CapturedGraph) -> int:
     if captured.device.type != "cpu":
         return 0
     return torch.get_rng_state().nbytes * sum(op.random and op.recomputable for op in captured.graph.ops)
+
+
+def state_bytes(graph: ComputationGraph, schedule: Schedule) -> int:
+    """What a schedule keeps of random generators' states: one for each random op that it evaluates again."""
+    if torch.device(graph.device or "cpu").type != "cpu":
+        return 0
+    again = sum(graph.ops[op].random for op, count in schedule.evaluations.items() if count > 1)
+    return torch.get_rng_state().nbytes * again
 
 
 def _bytes(graph: ComputationGraph, role: TensorRole) -> int:
