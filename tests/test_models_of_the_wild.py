@@ -24,7 +24,10 @@ from lightning_remat.planner import RematWarning
 from tests.helpers.training import Classifier, Run, assert_same, callback, compare, fit, loader
 
 # Dynamo's own doing, where it meets functions of the user's own.
-pytestmark = pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning"),  # torch 2.11
+]
 
 ROWS = 64
 STEPS = 2
