@@ -597,7 +597,8 @@ class ScheduledStep:
             self._call.append((graph, number))
             kept = {i: internals.copied(args[i]) for i in self._may_change(graph, number, held)}
             outputs = compiled(*(kept.get(i, value) for i, value in enumerate(args))) if kept else compiled(*args)
-            internals.on_backward(outputs, functools.partial(self._backward_begins, graph, args, kept))
+            watched = {i: (args[i], copy) for i, copy in kept.items()}  # and no other argument is kept alive
+            internals.on_backward(outputs, functools.partial(self._backward_begins, graph, watched))
             return outputs
 
         return run
@@ -655,7 +656,7 @@ class ScheduledStep:
         return [i for i in graph.read_again[number] if i in held]
 
     def _backward_begins(
-        self, graph: _Graph, args: Sequence[Any], kept: Mapping[int, torch.Tensor], unused: frozenset[int]
+        self, graph: _Graph, watched: Mapping[int, tuple[torch.Tensor, torch.Tensor]], unused: frozenset[int]
     ) -> None:
         """Of a graph, before anything of it has run.
 
@@ -667,8 +668,8 @@ class ScheduledStep:
         if unused not in graph.dropped:
             graph.dropped[unused] = graph.captured.gradients_without(unused) if unused else frozenset()
         graph.exchange.dropped = graph.dropped[unused]
-        for i, copy in kept.items():
-            if i in graph.moving or torch.equal(args[i], copy):
+        for i, (original, copy) in watched.items():
+            if i in graph.moving or torch.equal(original, copy):
                 continue
             graph.moving[i] = copy.nbytes
             log.info(
