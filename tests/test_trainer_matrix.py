@@ -122,7 +122,11 @@ CELLS: dict[str, dict[str, Any]] = {
     "64-true": {"precision": "64-true"},
     # Optimization.
     "accumulation": {"accumulate_grad_batches": 2, "train": lambda: loader(40)},
-    "accumulation with mixed precision": {"accumulate_grad_batches": 3, "precision": "bf16-mixed", "budget": 0.5},
+    "accumulation with mixed precision": {
+        "accumulate_grad_batches": 3,
+        "precision": "bf16-mixed",
+        "remat": callback(0.4, solver="auto"),
+    },
     "clipping by norm": {"gradient_clip_val": 0.1},
     "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
     "scheduler on a plateau": {"make": Plateau, "val": True, "max_epochs": 3},

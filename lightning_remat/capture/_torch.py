@@ -404,15 +404,16 @@ def tensor_leaves(tree: Any) -> list[torch.Tensor]:
                 found.append(leaf)
             elif depth < _DEEPEST and id(leaf) not in seen and not isinstance(leaf, _NO_BATCH):
                 seen.add(id(leaf))
-                slots = [getattr(kind, "__slots__", ()) for kind in type(leaf).__mro__]
-                names = {name for own in slots for name in ((own,) if isinstance(own, str) else own)}
-                attributes = [getattr(leaf, name, None) for name in sorted(names - {"__dict__", "__weakref__"})]
-                attributes += getattr(leaf, "__dict__", {}).values()
-                if attributes:
-                    collect(attributes, depth + 1)
+                collect(_attributes(leaf), depth + 1)
 
     collect(tree, 0)
     return found
+
+
+def _attributes(value: Any) -> list[Any]:
+    slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
+    names = {name for own in slots for name in ((own,) if isinstance(own, str) else own)} - {"__dict__", "__weakref__"}
+    return [*(getattr(value, name, None) for name in sorted(names)), *getattr(value, "__dict__", {}).values()]
 
 
 _NO_BATCH = (type, types.ModuleType, types.FunctionType, torch.nn.Module)
@@ -508,11 +509,10 @@ def _quiet_dynamo() -> Iterator[None]:
     """Let Dynamo's loggers and warnings through only where the user asked for them (``TORCH_LOGS``, a level set)."""
     logger, warn_once = logging.getLogger("torch._dynamo"), dynamo_utils.warn_once
     # torch 2.11 cannot log its own settings, and calls that an error. (To set a level costs half a millisecond a step.)
-    silent = (
-        [] if logger.level else [one for one in _dynamo_loggers(len(logger.manager.loggerDict)) if not one.disabled]
-    )
+    loggers = [] if logger.level else _dynamo_loggers(len(logger.manager.loggerDict))
+    silent = [one for one in loggers if not one.level and not one.disabled]
     for one in silent:
-        one.disabled = not one.level
+        one.disabled = True
     dynamo_utils.warn_once = lambda message, *_args, **_kwargs: logger.info("%s", message)
     try:
         yield
@@ -531,8 +531,8 @@ def _dynamo_loggers(_known: int) -> list[logging.Logger]:
 
 @contextlib.contextmanager
 def _as_in_eager_mode() -> Iterator[None]:
-    """Dynamo takes ``torch.addcdiv`` apart, and rounds otherwise then; there is no setting for it. And code that asks whether
-    it is compiled is told no: who does so (transformers, for one) goes another way then, with other bits than in eager mode.
+    """Dynamo takes ``torch.addcdiv`` apart, and rounds otherwise then; there is no setting for it. And a step that asks whether
+    it is compiled is told no (`_answer`): it would compute in another way than in eager mode.
     """
     handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
     before = dict(handlers)

@@ -14,7 +14,7 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -26,18 +26,18 @@ from lightning_remat.capture import _torch as internals
 from lightning_remat.cost import CostCache, OpCost, cost_model
 from lightning_remat.errors import InfeasibleBudgetError, RematError
 from lightning_remat.graph import ComputationGraph
-from lightning_remat.lowering import lower, read_again
+from lightning_remat.lowering import lower
 from lightning_remat.planner._agreement import Agreement
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._late import with_late_gradients
 from lightning_remat.planner._make import Progress, make_plan
+from lightning_remat.planner._moving import MovingBuffers
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._plan_cache import PlanCache, fingerprint
 from lightning_remat.planner._search import Search
 from lightning_remat.planner._sized_plans import SizedPlans, rounded_up
 from lightning_remat.planner._surroundings import Surroundings, Weights, replay_bytes
 from lightning_remat.planner._together import Part, kept_bytes, plan_together, with_outside
-from lightning_remat.report import format_bytes
 from lightning_remat.solvers import Status
 
 log = logging.getLogger(__name__)
@@ -59,9 +59,6 @@ STATIC_CAPTURES = 3
 
 SECONDS_A_SIZE = 3.0
 """Time limit of a plan for one of many sizes, where that is enough to find one."""
-
-WATCHED_RUNS = 2
-"""First runs of a plan in which buffers are watched: does anything change them between forward and backward?"""
 
 MANY_CAPTURES = 16
 """Captures of different shapes after which a person should know what they cost."""
@@ -121,10 +118,8 @@ class _Graph:
         plan: the one that runs, where no plan was made for the call as a whole.
         arguments: where its symbolic sizes stand among its arguments.
         sized: its plans, where it has symbolic sizes.
-        read_again: by plan, the arguments that its backward reads for what eager mode evaluates in the forward.
-        moving: arguments (and their bytes) that were seen to change between a forward and its backward.
+        buffers: those that change between a forward and its backward.
         dropped: by the outputs that a backward does not come through, the gradients that are none then.
-        room_bytes: what ``problem`` counts for their copies.
     """
 
     captured: CapturedGraph
@@ -134,11 +129,9 @@ class _Graph:
     exchange: internals.Exchange
     versions: dict[int, int]
     plan: int
+    buffers: MovingBuffers
     arguments: tuple[int, ...] = ()
     sized: SizedPlans | None = None
-    read_again: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    moving: dict[int, int] = dataclasses.field(default_factory=dict)
-    room_bytes: int = 0
     dropped: dict[frozenset[int], frozenset[int]] = dataclasses.field(default_factory=dict)
 
 
@@ -385,12 +378,12 @@ class ScheduledStep:
     def _plan_again(self, graph: _Graph) -> None:
         """A plan for a graph within the budget that was come down to, or with room for what is copied, if its own has not."""
         plan = self.plans[graph.plan]
-        copies = 0 if self.agreement is not None else sum(graph.moving.values()) - graph.room_bytes
+        copies = 0 if self.agreement is not None else graph.buffers.unplanned_bytes
         limit = plan.budget_bytes if self._limit is None and copies else self._limit
         if graph.sized is not None or limit is None or plan.predicted_peak_bytes + copies <= limit:
             return  # plans for symbolic sizes are chosen for each call
         graph.problem = graph.problem.replace(resident_bytes=graph.problem.resident_bytes + copies)
-        graph.room_bytes += copies
+        graph.buffers.planned_bytes += copies
         with internals.threads_kept():
             replayed = replay_bytes(graph.captured)
             made = make_plan(
@@ -509,7 +502,7 @@ class ScheduledStep:
         self.runs.append(0)
         number = len(self.plans) - 1
         graph.versions[number] = graph.exchange.add(lower(captured, plan.schedule))
-        graph.read_again[number] = read_again(captured, plan.schedule)
+        graph.buffers.add(number, captured, plan.schedule)
         if self._on_plan is not None:
             self._on_plan(plan)
         return number
@@ -570,8 +563,9 @@ class ScheduledStep:
         if not planned:  # nothing in it needs a gradient
             return compiled
         captured, problem, around, index = planned[0]
-        graph = _Graph(captured, problem, weights, around, exchange, versions={index: 0}, plan=index)
-        graph.read_again[index] = read_again(captured, self.plans[index].schedule)
+        buffers = MovingBuffers(captured, inputs)
+        buffers.add(index, captured, self.plans[index].schedule)
+        graph = _Graph(captured, problem, weights, around, exchange, versions={index: 0}, plan=index, buffers=buffers)
         self._captured_now.append(index)
         if self._on_plan is not None:
             with internals.real_tensors():
@@ -582,7 +576,6 @@ class ScheduledStep:
             graph.arguments = tuple(symbols.index(symbol) for symbol in captured.symbols)
             graph.sized = self._sized_plans(graph, captured, weights, index)
         self._graphs.append(graph)
-        held = {i for i, value in enumerate(inputs) if isinstance(value, torch.Tensor) and not value.requires_grad}
 
         def run(*args: Any) -> Any:
             number, plan = self._plan_of(graph, args)
@@ -595,10 +588,10 @@ class ScheduledStep:
             ):
                 self.last_plan = plan
             self._call.append((graph, number))
-            kept = {i: internals.copied(args[i]) for i in self._may_change(graph, number, held)}
-            outputs = compiled(*(kept.get(i, value) for i, value in enumerate(args))) if kept else compiled(*args)
-            watched = {i: (args[i], copy) for i, copy in kept.items()}  # and no other argument is kept alive
-            internals.on_backward(outputs, functools.partial(self._backward_begins, graph, watched))
+            copies = graph.buffers.copies(args, number, self.runs[number])
+            compare = graph.buffers.watch(args, copies, self.name or "captured graph")
+            outputs = compiled(*(copies.get(i, value) for i, value in enumerate(args))) if copies else compiled(*args)
+            internals.on_backward(outputs, functools.partial(self._backward_begins, graph, compare))
             return outputs
 
         return run
@@ -644,40 +637,18 @@ class ScheduledStep:
             make=make,
         )
 
-    def _may_change(self, graph: _Graph, number: int, held: Collection[int]) -> Sequence[int]:
-        """Arguments of a graph of which this run must work on copies, because its backward reads them again.
-
-        What eager mode reads in the forward alone, the owner may change before the backward: the queue of a MoCo. In the
-        first runs of a plan every buffer that its backward would read for a recomputation is copied, and compared when the
-        backward begins (`_backward_begins`); after that those that were seen to change.
-        """
-        if self.runs[number] > WATCHED_RUNS:
-            return tuple(graph.moving)
-        return [i for i in graph.read_again[number] if i in held]
-
-    def _backward_begins(
-        self, graph: _Graph, watched: Mapping[int, tuple[torch.Tensor, torch.Tensor]], unused: frozenset[int]
-    ) -> None:
+    def _backward_begins(self, graph: _Graph, compare: Callable[[], None], unused: frozenset[int]) -> None:
         """Of a graph, before anything of it has run.
 
-        What its forward has copied is compared with what it was copied from. And what only leads to outputs that the loss
-        does not come from gets no gradient, as in eager mode: zeros would make an optimizer decay its weights.
+        What only leads to outputs that the loss does not come from gets no gradient, as in eager mode: zeros would make an
+        optimizer decay its weights.
         """
         if torch.is_grad_enabled():
             self._double_backward()
         if unused not in graph.dropped:
             graph.dropped[unused] = graph.captured.gradients_without(unused) if unused else frozenset()
         graph.exchange.dropped = graph.dropped[unused]
-        for i, (original, copy) in watched.items():
-            if i in graph.moving or torch.equal(original, copy):
-                continue
-            graph.moving[i] = copy.nbytes
-            log.info(
-                "%s: %s is changed between forward and backward: each step copies it (%s)",
-                self.name or "captured graph",
-                graph.captured.primals[i].target,
-                format_bytes(copy.nbytes),
-            )
+        compare()
 
     def _double_backward(self) -> None:
         """A backward that will be differentiated itself has begun; torch is about to refuse the second one."""

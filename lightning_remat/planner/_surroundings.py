@@ -81,17 +81,18 @@ class Surroundings:
 
 def replay_bytes(captured: CapturedGraph) -> int:
     """What is kept on the device of random generators' states, if all random ops that can be are evaluated again."""
-    if captured.device.type != "cpu":
-        return 0
-    return torch.get_rng_state().nbytes * sum(op.random and op.recomputable for op in captured.graph.ops)
+    return _state_bytes(captured.device) * sum(op.random and op.recomputable for op in captured.graph.ops)
 
 
-def state_bytes(graph: ComputationGraph, schedule: Schedule) -> int:
-    """What a schedule keeps of random generators' states: one for each random op that it evaluates again."""
-    if torch.device(graph.device or "cpu").type != "cpu":
-        return 0
+def replayed_bytes(graph: ComputationGraph, schedule: Schedule) -> int:
+    """The same for what one schedule evaluates again."""
     again = sum(graph.ops[op].random for op, count in schedule.evaluations.items() if count > 1)
-    return torch.get_rng_state().nbytes * again
+    return _state_bytes(torch.device(graph.device or "cpu")) * again
+
+
+def _state_bytes(device: torch.device) -> int:
+    """Bytes of a generator's state, where it is kept on the device itself."""
+    return torch.get_rng_state().nbytes if device.type == "cpu" else 0
 
 
 def _bytes(graph: ComputationGraph, role: TensorRole) -> int:

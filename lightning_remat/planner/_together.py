@@ -26,7 +26,7 @@ from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._make import Progress, make_plan, resolve_budget
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._plan_cache import PlanCache
-from lightning_remat.planner._surroundings import Surroundings, Weights, state_bytes
+from lightning_remat.planner._surroundings import Surroundings, Weights, replayed_bytes
 from lightning_remat.schedule import Schedule, Timeline, simulate
 from lightning_remat.solvers import INTERRUPTED, Problem, Status, plan_curve
 from lightning_remat.solvers._prune import once
@@ -103,7 +103,7 @@ def needing(graph: ComputationGraph, nbytes: int) -> ComputationGraph:
 
 def kept_bytes(plan: Plan) -> int:
     """What the forward of a plan leaves behind: saved for the backward, and held by the caller."""
-    return plan.timeline().saved_bytes + state_bytes(plan.graph, plan.schedule)
+    return plan.timeline().saved_bytes + replayed_bytes(plan.graph, plan.schedule)
 
 
 def plan_together(
@@ -241,7 +241,7 @@ def _plain_schedule(graph: ComputationGraph) -> Schedule:
 
 def _option(graph: ComputationGraph, schedule: Schedule) -> _Option:
     timeline: Timeline = simulate(graph, schedule)
-    kept = timeline.saved_bytes + state_bytes(graph, schedule)
+    kept = timeline.saved_bytes + replayed_bytes(graph, schedule)
     return _Option(schedule, timeline.seconds, timeline.peak_bytes, kept)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,7 +16,7 @@ from lightning_remat.callbacks import RematCallback
 from lightning_remat.planner._together import OUTSIDE
 
 WIDTH = 16
-FOLDER = Path(tempfile.gettempdir()) / f"lightning_remat-tests-{os.getpid()}"
+FOLDER = tempfile.TemporaryDirectory(prefix="lightning_remat-")  # as long as the process
 QUICK = {"solver": "greedy"}
 
 
@@ -125,7 +123,7 @@ def trainer(*callbacks: pl.Callback, **options: Any) -> pl.Trainer:
         "accelerator": "cpu",
         "max_epochs": 1,
         "logger": False,
-        "default_root_dir": FOLDER,
+        "default_root_dir": FOLDER.name,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,

@@ -1,0 +1,74 @@
+"""Buffers that are changed between a forward and its backward."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_remat.capture import CapturedGraph
+from lightning_remat.capture import _torch as internals
+from lightning_remat.lowering import read_again
+from lightning_remat.report import format_bytes
+from lightning_remat.schedule import Schedule
+
+log = logging.getLogger(__name__)
+
+WATCHED_RUNS = 2
+"""First runs of a plan in which buffers are watched: does anything change them between forward and backward?"""
+
+
+class MovingBuffers:
+    """Arguments of one captured graph that must be copied, because its backward reads them again.
+
+    What eager mode reads in the forward alone, the owner may change before the backward: the queue of a MoCo. In the first
+    runs of a plan every buffer that its backward would read for a recomputation is copied, and compared when the backward
+    begins; after that those that were seen to change are copied.
+
+    Args:
+        captured: the graph.
+        inputs: what it was captured with; what gets gradients is not watched (torch tells of changes to it).
+
+    Attributes:
+        planned_bytes: what the graph's plan has room for; who makes a plan sets it.
+    """
+
+    def __init__(self, captured: CapturedGraph, inputs: Sequence[Any]) -> None:
+        self.planned_bytes = 0
+        self._names = [str(node.target) for node in captured.primals]
+        self._held = {i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and not v.requires_grad}
+        self._read_again: dict[int, list[int]] = {}
+        self._bytes: dict[int, int] = {}
+
+    def add(self, plan: int, captured: CapturedGraph, schedule: Schedule) -> None:
+        """One more plan, by its number."""
+        self._read_again[plan] = [i for i in read_again(captured, schedule) if i in self._held]
+
+    @property
+    def unplanned_bytes(self) -> int:
+        """Bytes that are copied and not planned for."""
+        return sum(self._bytes.values()) - self.planned_bytes
+
+    def copies(self, args: Sequence[Any], plan: int, runs: int) -> dict[int, torch.Tensor]:
+        """Copies for a run of a plan, by position; ``runs`` counts it."""
+        which: Iterable[int] = self._bytes if runs > WATCHED_RUNS else self._read_again[plan]
+        return {i: internals.copied(args[i]) for i in which}
+
+    def watch(self, args: Sequence[Any], copies: Mapping[int, torch.Tensor], name: str) -> Callable[[], None]:
+        """Called when the backward begins, what this returns looks for changes. It keeps no other argument alive."""
+        pairs = {i: (args[i], copy) for i, copy in copies.items()}
+
+        def compare() -> None:
+            for i, (original, copy) in pairs.items():
+                if i not in self._bytes and not torch.equal(original, copy):
+                    self._bytes[i] = copy.nbytes
+                    log.info(
+                        "%s: %s is changed between forward and backward: each step copies it (%s)",
+                        name,
+                        self._names[i],
+                        format_bytes(copy.nbytes),
+                    )
+
+        return compare
