@@ -31,7 +31,7 @@ from lightning_remat.report import format_bytes
 log = logging.getLogger(__name__)
 
 SMALLER = (0.98, 0.94, 0.85, 0.7)
-"""After each real step that did not confirm: the largest batch size that is tried next, as a share of that one."""
+"""By real step, if it did not confirm: the largest batch size that is tried next, as a share of that one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +73,8 @@ class RematBatchSizeFinder(Callback):
 
     The training step is captured at two small batch sizes; every byte and second of it is taken to grow on the line through
     the two, and schedules are solved at one batch size after another. One real step, forward and backward, confirms what was
-    found; where it is over the budget, the next smaller one is predicted from it. Nothing runs out of memory on the way, and
-    parameters, buffers, random numbers, metrics and logs are as if there had been no search.
+    found; what it needs says where to go from there, if it is over the budget or if a larger one fits as well. Nothing runs
+    out of memory on the way, and parameters, buffers, random numbers, metrics and logs are as if there had been no search.
 
     Args:
         max_overhead: the most extra time of a step, as a share of the step without rematerialization; ``None`` for one
@@ -241,23 +241,28 @@ class _Search:
             return None
         budget = self._budget()
         without = smallest_of_all(trainer, sizes.largest_plain(budget, at_most))
+        size, confirmed, peak_bytes = 0, None, 0
         for smaller in SMALLER:
             self.progress("looking for the largest batch size")
-            size = self._usable(smallest_of_all(trainer, sizes.largest(budget, at_most)), effective)
-            if size < 1:
+            tried = self._usable(smallest_of_all(trainer, sizes.largest(budget, at_most)), effective)
+            if confirmed is not None and not sizes.tells_apart(size, tried):
+                break
+            if tried < 1:
                 raise sizes.refusal(budget)
-            self.progress(f"confirming a batch size of {size}")
-            plan, measured = self._confirm(size)
+            self.progress(f"confirming a batch size of {tried}")
+            plan, measured = self._confirm(tried)
             fits = plan is not None and measured <= budget and sizes.allows(plan)
             if trainer.strategy.reduce_boolean_decision(fits, all=True):
-                assert plan is not None
-                break
-            if size == 1:
+                size, confirmed, peak_bytes = tried, plan, measured
+            elif tried == 1:
                 raise sizes.refusal(budget)
-            if plan is not None:
-                sizes.learn(size, plan)
-            at_most = max(1, int(size * smaller))
-        else:
+            else:
+                at_most = max(1, int(tried * smaller))
+            if at_most <= size:
+                break
+            if plan is not None:  # what it needs says more about sizes near it than two small ones did
+                sizes.learn(tried, plan)
+        if confirmed is None:
             rank_zero_warn(
                 f"no batch size was confirmed in {len(SMALLER)} real steps: it stays at {data.before}",
                 category=RematWarning,
@@ -270,9 +275,9 @@ class _Search:
             without=without,
             before=data.before,
             accumulate_grad_batches=trainer.accumulate_grad_batches,
-            plan=plan,
-            measured_peak_bytes=measured,
-            samples_per_second=size / plan.predicted_seconds if plan.predicted_seconds else 0.0,
+            plan=confirmed,
+            measured_peak_bytes=peak_bytes,
+            samples_per_second=size / confirmed.predicted_seconds if confirmed.predicted_seconds else 0.0,
             samples_per_second_without=sizes.samples_per_second(without),
         )
 

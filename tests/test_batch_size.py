@@ -137,6 +137,27 @@ def test_what_is_drawn_once_in_either_is_drawn_once() -> None:
     assert [{op.recomputable for op in graph.ops} for graph in drawn] == [{True}, {False}, {False}]
 
 
+def test_ops_may_be_in_another_order() -> None:
+    """A gradient that is larger than what it is made of comes last, and at the larger batch size it is not larger."""
+    chain = unit_chain(2)
+    *ops, last = chain.ops
+    beside = dataclasses.replace(last, name="beside", outputs=(len(chain.tensors),))
+    made = dataclasses.replace(chain.tensors[last.outputs[0]], name="beside", storage=len(chain.storages))
+    small, large = (
+        chain.replace(
+            ops=(*ops, *ends),
+            tensors=(*chain.tensors, made),
+            storages=(*chain.storages, 7),
+            backward_outputs=(*chain.backward_outputs, len(chain.tensors)),
+        )
+        for ends in ((last, beside), (beside, last))
+    )
+    for first, second in ((small, large), (large, small)):
+        drawn = linear_in_batch(first, 1, second, 2)(3)
+        assert [op.name for op in drawn.ops] == [op.name for op in second.ops] != [op.name for op in first.ops]
+        assert drawn.storages == second.storages
+
+
 def test_values_between_bytes_are_rounded_up() -> None:
     small, large = unit_chain(2), unit_chain(2).replace(storages=(2,) * 5)
     assert linear_in_batch(small, 1, large, 3)(2).storages == (2,) * 5

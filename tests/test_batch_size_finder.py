@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_remat import InfeasibleBudgetError
 from lightning_remat.callbacks import RematBatchSizeFinder, RematCallback
 from lightning_remat.errors import ConfigError
-from lightning_remat.planner import RematWarning
+from lightning_remat.planner import BatchSizes, RematWarning
 from tests.helpers.training import Classifier, assert_same, loader, trainer
 from tests.helpers.training import callback as unit_callback
 
@@ -140,6 +140,25 @@ def test_a_larger_one_does_not_fit_or_costs_too_much():
     assert found.batch_size > found.without
     assert found.plan.overhead <= 0.26 * 1.05  # what is measured at this size, and what was predicted for it
     assert found.plan.overhead > 0.1 or found.plan.predicted_peak_bytes > 0.95 * BUDGET
+
+
+@pytest.mark.parametrize("wrong", [0.6, 1.5])
+def test_a_wrong_first_prediction_is_corrected(wrong, monkeypatch):
+    predicted = BatchSizes.largest
+    asked: list[int] = []
+
+    def largest(self: BatchSizes, budget_bytes: int, at_most: int) -> int:
+        found = predicted(self, budget_bytes, at_most)
+        asked.append(found if asked else min(at_most, int(wrong * found)))
+        return asked[-1]
+
+    monkeypatch.setattr(BatchSizes, "largest", largest)
+    finder = RematBatchSizeFinder(max_overhead=0.2)
+    run(Sized(), finder, unit_callback(BUDGET, cost_model="profile", time_limit=0.3), limit_train_batches=1)
+    assert len(asked) > 1
+    assert finder.found.batch_size > asked[0] if wrong < 1 else finder.found.batch_size < asked[0]
+    assert 0.9 * asked[0] / wrong < finder.found.batch_size
+    assert finder.found.measured_peak_bytes <= BUDGET
 
 
 def test_the_run_is_that_of_the_same_batch_size_without_the_finder():

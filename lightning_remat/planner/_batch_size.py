@@ -79,6 +79,11 @@ class BatchSizes:
                 return False
         return False
 
+    @staticmethod
+    def tells_apart(size: int, larger: int) -> bool:
+        """Whether the search is exact enough for ``larger`` to be larger than ``size``."""
+        return larger > size * (1 + PRECISION)
+
     def largest_plain(self, budget_bytes: int, at_most: int) -> int:
         """The largest batch size that fits without rematerialization; 0 for none."""
         low, high = 0, at_most + 1

@@ -225,18 +225,20 @@ def linear_in_batch(
     """Graphs of any batch size, with the bytes and seconds of everything on the line through two captured batch sizes.
 
     What does not depend on the batch (parameters, their gradients) is found to be constant by itself. Values between bytes
-    are rounded up, and nothing goes below zero. Shapes are those of ``small``. Random numbers that are captured as drawn once
-    in either (small ones are) are drawn once in all.
+    are rounded up, and nothing goes below zero. Shapes and the order of ops are those of ``large``: a gradient that is larger
+    than what it is made of comes late in the order, and at another batch size it may not be. Random numbers that are captured
+    as drawn once in either (small ones are) are drawn once in all.
 
     Raises:
         GraphError: where the two are not the same ops on the same tensors, or the sizes are equal.
     """
+    ops_of_small = {op.name: op for op in small.ops}
 
     def skeleton(graph: ComputationGraph) -> list[object]:
-        plain = [
-            dataclasses.replace(op, seconds=0.0, workspace_bytes=0, recomputable=op.recomputable or op.random)
+        plain = {
+            op.name: dataclasses.replace(op, seconds=0.0, workspace_bytes=0, recomputable=op.recomputable or op.random)
             for op in graph.ops
-        ]
+        }
         tensors = [(tensor.storage, tensor.role) for tensor in graph.tensors]
         return [plain, tensors, graph.inputs, graph.forward_outputs, graph.forward_transient, graph.backward_outputs]
 
@@ -253,13 +255,13 @@ def linear_in_batch(
         ops = tuple(
             dataclasses.replace(
                 op,
-                seconds=between(op.seconds, other.seconds),
-                workspace_bytes=whole(op.workspace_bytes, other.workspace_bytes),
+                seconds=between(other.seconds, op.seconds),
+                workspace_bytes=whole(other.workspace_bytes, op.workspace_bytes),
                 recomputable=op.recomputable and other.recomputable,
             )
-            for op, other in zip(small.ops, large.ops, strict=True)
+            for op, other in ((op, ops_of_small[op.name]) for op in large.ops)
         )
-        return small.replace(
+        return large.replace(
             ops=ops,
             storages=tuple(whole(a, b) for a, b in zip(small.storages, large.storages, strict=True)),
             resident_bytes=whole(small.resident_bytes, large.resident_bytes),
