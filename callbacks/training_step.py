@@ -69,6 +69,7 @@ class TrainingStep:
             progress=progress,
             dynamic_sources=lambda: self._own_state.sources,
             leave_alone=leave_alone,
+            several_backwards=not module.automatic_optimization,
             agreement=agreement(trainer),
         )
 

@@ -649,17 +649,40 @@ class CriticByHand(Wild):
 class TwoLosses(CriticByHand):
     """Two losses of one forward, each with a backward of its own: what is made is judged twice."""
 
+    retained = False
+
     def training_step(self, batch: Any, batch_idx: int) -> None:
         first, second = self.optimizers()
         made = self.net(batch[0])
         loss = self.critic(made.detach()).square().mean()
         second.zero_grad()
-        self.manual_backward(loss)
+        self.manual_backward(loss, retain_graph=self.retained)
         second.step()
         other = -self.critic(made).mean()
         first.zero_grad()
         self.manual_backward(other)
         first.step()
+
+
+class TwoLossesRetained(TwoLosses):
+    """And what the first backward may give up is kept, although the critic has changed by then."""
+
+    retained = True
+
+
+class RetainedTwice(CriticByHand):
+    """Two losses of one forward, whose gradients are added up."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.optimizers()
+        judged = self.critic(self.net(batch[0]))
+        losses = judged.square().mean(), -judged.mean()
+        first.zero_grad()
+        second.zero_grad()
+        self.manual_backward(losses[0], retain_graph=True)
+        self.manual_backward(losses[1])
+        first.step()
+        second.step()
 
 
 # -- checkpoints that are there already -------------------------------------------------------------------------------
@@ -1452,6 +1475,7 @@ WHOLE = [
     Siamese, ByolThatFollowsInTheStep, Dino, Moco, Taught, Experts,
     Hooked,
     AsksWhetherItIsCompiled,
+    RetainedTwice,
     pytest.param(Llama, marks=known(COMPILING)),
     pytest.param(GruCellOfOddWidth, marks=known("what eager writes over a part of a wider tensor is computed elsewhere")),
     pytest.param(CheckpointedBatchNorm, marks=known("the running statistics move once, and in eager mode twice")),
@@ -1489,7 +1513,6 @@ IN_PARTS = [
     pytest.param(WeightsOnBothSides, marks=known(SUMS)),
     pytest.param(ResidualAroundABreak, marks=known(SUMS)),
     pytest.param(TransposedOverABreak, marks=known("a gradient that comes over a break is copied to another layout")),
-    pytest.param(TwoLosses, marks=known("two backwards through parts of one graph", RuntimeError)),
 ]  # fmt: skip
 
 
@@ -1530,6 +1553,17 @@ def test_captured_until_it_is_given_up(make: type[Wild]) -> None:
         run = fit(make, remat, **options)
     assert_same(plain.results, run.results)
     assert len(remat.failures) == 1 and sum(remat.runs) == 5
+
+
+@pytest.mark.parametrize("make", [TwoLosses, TwoLossesRetained])
+def test_two_backwards_through_one_graph(make: type[Wild]) -> None:
+    """The first step ends as it would have; those after it run as before."""
+    plain, remat = fit(make, train=make.train_loader), tight()
+    with pytest.warns(RematWarning, match="two backwards come through one captured graph"):
+        run = fit(make, remat, train=make.train_loader)
+    assert_same(plain.results, run.results)
+    assert len(remat.failures) == 1 and sum(remat.runs) == 2
+    assert any(plan.rematerializes for plan in remat.plans)
 
 
 def test_a_buffer_that_moves_where_its_pointer_says() -> None:

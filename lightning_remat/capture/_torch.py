@@ -28,6 +28,7 @@ import logging
 import os
 import types
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -76,7 +77,9 @@ __all__ = [
     "fake_tensors",
     "free_symbols",
     "hint",
+    "keep_saved",
     "largest",
+    "needs_kept",
     "on_backward",
     "output_of_tangent",
     "real_layouts",
@@ -473,22 +476,46 @@ def capture_failures() -> Counter[str]:
     return Counter(dynamo_counters["graph_break"]) + Counter(errors)
 
 
-def on_backward(outputs: Sequence[Any], told: Callable[[frozenset[int]], None]) -> None:
+def on_backward(outputs: Sequence[Any], told: Callable[[frozenset[int], Any], None]) -> None:
     """Call ``told`` when a backward of ``outputs`` begins; gradients are enabled in it where it is to be differentiated.
 
-    It is told the positions of the outputs that the backward does not come through: their gradients are nothing, not zeros.
+    It is told the positions of the outputs that the backward does not come through (their gradients are nothing, not zeros),
+    and the node of autograd's graph.
     """
-    functions: dict[Any, list[tuple[int, int]]] = {}
+    nodes: dict[Any, list[tuple[int, int]]] = {}
     for position, output in enumerate(outputs):
         if isinstance(output, torch.Tensor) and output.grad_fn is not None:
-            functions.setdefault(output.grad_fn, []).append((position, output.output_nr))
+            nodes.setdefault(output.grad_fn, []).append((position, output.output_nr))
 
-    for function, places in functions.items():
+    def before(places: Sequence[tuple[int, int]], of: Callable[[], Any], gradients: Sequence[Any]) -> None:
+        told(frozenset(position for position, number in places if gradients[number] is None), of())
 
-        def before(gradients: Sequence[Any], places: Sequence[tuple[int, int]] = places) -> None:
-            told(frozenset(position for position, number in places if gradients[number] is None))
+    for node, places in nodes.items():  # a hook is the node's, and must not keep it alive
+        node.register_prehook(functools.partial(before, places, weakref.ref(node)))
 
-        function.register_prehook(before)
+
+def keep_saved(node: Any) -> None:
+    """What a node of a captured function has saved outlives its first backward, so that a second one may come through it."""
+    type(node).saved_tensors = property(lambda own: vars(own).get(_KEPT) or _saved_tensors(own))
+    setattr(node, _KEPT, _saved_tensors(node))
+
+
+def needs_kept(node: Any) -> bool:
+    """Whether a backward can only come through a node because of `keep_saved`: autograd has given up what the node had saved,
+    or it was written to since. (It may all be there still: ``retain_graph=True``.)
+    """
+    if not hasattr(node, _KEPT):
+        return False
+    try:
+        _saved_tensors(node)
+    except RuntimeError:
+        return True
+    delattr(node, _KEPT)
+    return False
+
+
+_KEPT = "_lightning_remat_kept"
+_saved_tensors = vars(torch._C._FunctionBase)["saved_tensors"].__get__
 
 
 def output_of_tangent(node: torch.fx.Node) -> int | None:

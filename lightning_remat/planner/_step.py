@@ -151,6 +151,7 @@ class ScheduledStep:
         progress: told in words what is being done.
         dynamic_sources: gives the inputs that may change without a new capture, in Dynamo's words (``"L['batch_idx']"``).
         leave_alone: run the function itself for shapes at which the plain step fits with room to spare.
+        several_backwards: a call may be followed by several backwards, or hold them (manual optimization).
         agreement: with the other processes that train the same model; measures and plans each graph in one of them.
 
     Attributes:
@@ -172,6 +173,7 @@ class ScheduledStep:
         progress: Progress | None = None,
         dynamic_sources: Callable[[], str] = str,
         leave_alone: bool = False,
+        several_backwards: bool = False,
         agreement: Agreement | None = None,
     ) -> None:
         self.function = function
@@ -187,6 +189,7 @@ class ScheduledStep:
         self._progress = progress or (lambda _text: None)
         self._dynamic_sources = dynamic_sources
         self.leave_alone = leave_alone
+        self.several_backwards = several_backwards
         self.agreement = agreement
         self._gave_up = False
         self._shapes: Shapes = ()
@@ -264,11 +267,9 @@ class ScheduledStep:
                 MANY_CAPTURES,
             )
         if self._captures[shapes] > MOST_CAPTURES:
-            self._gave_up = True
-            self._failed(
+            self._give_up(
                 f"it was captured {self._captures[shapes]} times for the same shapes, because it depends on a value that "
-                "changes from call to call (such as global_step); pass such a value as a tensor, or read it outside",
-                None,
+                "changes from call to call (such as global_step); pass such a value as a tensor, or read it outside"
             )
 
     def left_out(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[str]:
@@ -591,7 +592,9 @@ class ScheduledStep:
             copies = graph.buffers.copies(args, number, self.runs[number])
             compare = graph.buffers.watch(args, copies, self.name or "captured graph")
             outputs = compiled(*(copies.get(i, value) for i, value in enumerate(args))) if copies else compiled(*args)
-            internals.on_backward(outputs, functools.partial(self._backward_begins, graph, compare))
+            internals.on_backward(
+                outputs, functools.partial(self._backward_begins, graph, compare, self.runs[number] == 1)
+            )
             return outputs
 
         return run
@@ -637,27 +640,37 @@ class ScheduledStep:
             make=make,
         )
 
-    def _backward_begins(self, graph: _Graph, compare: Callable[[], None], unused: frozenset[int]) -> None:
+    def _backward_begins(
+        self, graph: _Graph, compare: Callable[[], None], first: bool, unused: frozenset[int], node: Any
+    ) -> None:
         """Of a graph, before anything of it has run.
 
         What only leads to outputs that the loss does not come from gets no gradient, as in eager mode: zeros would make an
-        optimizer decay its weights.
+        optimizer decay its weights. A second backward may be about to come from these outputs: in the first run of a plan
+        what it needs is kept, to see.
         """
         if torch.is_grad_enabled():
-            self._double_backward()
+            self._give_up(
+                "its gradients are differentiated again (create_graph=True), which captured code cannot do: this backward "
+                "fails, and later calls run as before; compute such a penalty inside of what is captured, where it is "
+                "planned too"
+            )
         if unused not in graph.dropped:
             graph.dropped[unused] = graph.captured.gradients_without(unused) if unused else frozenset()
         graph.exchange.dropped = graph.dropped[unused]
+        if internals.needs_kept(node):
+            self._give_up(
+                "two backwards come through one captured graph, each from a part of its outputs (such as one generated batch "
+                "that is judged twice): compute what both need twice, or add the losses, to have the step scheduled"
+            )
+        elif unused and first and self.several_backwards:
+            internals.keep_saved(node)
         compare()
 
-    def _double_backward(self) -> None:
-        """A backward that will be differentiated itself has begun; torch is about to refuse the second one."""
+    def _give_up(self, reason: str) -> None:
+        """Later calls run as before."""
         self._gave_up = True
-        self._failed(
-            "its gradients are differentiated again (create_graph=True), which captured code cannot do: this backward fails, "
-            "and later calls run as before; compute such a penalty inside of what is captured, where it is planned too",
-            None,
-        )
+        self._failed(reason, None)
 
     def _plan(
         self, captured: CapturedGraph, weights: Weights
