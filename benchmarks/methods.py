@@ -30,8 +30,8 @@ class Method:
     Attributes:
         family: see `benchmarks.present`.
         name: the row's name.
-        prepare: gets a module of its own, which it may change, and the names of its blocks; returns what is called with
-            the batch, and returns the loss. Capture and planning may wait for the first call.
+        prepare: gets a module, which a peer may change (eager and this project may not), and the names of its blocks; returns
+            what is called with the batch, and returns the loss. Capture and planning may wait for the first call.
         budget: the value that was asked for, where there is one.
     """
 

@@ -28,7 +28,7 @@ Node = torch.fx.Node
 WORTH_DRAWING_AGAIN = 256 * 1024
 """Bytes that a random op must make for it to be evaluated a second time (the state it needs takes 5 kB on the CPU)."""
 
-WORTH_SPLITTING = 0.5
+WORTH_SPLITTING = 0.25
 """Of the largest working set of a convolution's backward: those that are split in two have so much or more."""
 
 
@@ -250,7 +250,7 @@ def _split_convolution_backward(graph: torch.fx.Graph) -> None:
 
     The kernels behind it are two in any case, and give the same bits alone. Together they hold the input, its gradient and
     that of the output at once, the largest working set of most convolutional networks; apart, the input may go in between.
-    Two calls take a little longer than one: the small ones, which are never the largest working set, stay whole.
+    Two calls take a little longer than one: the small ones, which are far from the largest working set, stay whole.
     """
 
     def nbytes(tensor: Any) -> int:
