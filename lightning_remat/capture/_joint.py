@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import operator
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.fx
@@ -27,9 +26,6 @@ Node = torch.fx.Node
 
 WORTH_DRAWING_AGAIN = 256 * 1024
 """Bytes that a random op must make for it to be evaluated a second time (the state it needs takes 5 kB on the CPU)."""
-
-WORTH_SPLITTING = 0.25
-"""Of the largest working set of a convolution's backward: those that are split in two have so much or more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,28 +242,20 @@ def _split_dropout(graph: torch.fx.Graph) -> None:
 
 
 def _split_convolution_backward(graph: torch.fx.Graph) -> None:
-    """A large convolution's backward becomes two calls: the gradients of its weights, and then that of its input.
+    """A convolution's backward becomes two calls: the gradients of its weights, and then that of its input.
 
     The kernels behind it are two in any case, and give the same bits alone. Together they hold the input, its gradient and
     that of the output at once, the largest working set of most convolutional networks; apart, the input may go in between.
-    Two calls take a little longer than one: the small ones, which are far from the largest working set, stay whole.
     """
-
-    def nbytes(tensor: Any) -> int:
-        value = tensor.meta["val"]
-        return int(math.prod(map(hint, value.shape)) * value.element_size())
-
-    found: dict[Node, int] = {}  # bytes of the gradient of the output, the input, and its gradient
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target is aten.convolution_backward.default:
-            for_input, *for_weights = cast(list[bool], node.args[10])
-            if for_input and any(for_weights):
-                found[node] = nbytes(node.args[0]) + 2 * nbytes(node.args[1])
-    for node in [one for one, held in found.items() if held >= WORTH_SPLITTING * max(found.values())]:
-        target, shared, for_weights = cast(OpOverload, node.target), node.args[:10], cast(list[bool], node.args[10])[1:]
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not aten.convolution_backward.default:
+            continue
+        for_input, *for_weights = node.args[10]
+        if not for_input or not any(for_weights):
+            continue
         with graph.inserting_before(node):
-            weights = graph.call_function(target, (*shared, [False, *for_weights]))
-            data = graph.call_function(target, (*shared, [True, False, False]))
+            weights = graph.call_function(node.target, (*node.args[:10], [False, *for_weights]))
+            data = graph.call_function(node.target, (*node.args[:10], [True, False, False]))
         weights.meta, data.meta = dict(node.meta), dict(node.meta)
         weights.meta["val"], data.meta["val"] = (None, *node.meta["val"][1:]), (node.meta["val"][0], None, None)
         for item in list(node.users):
