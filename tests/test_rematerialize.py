@@ -20,7 +20,9 @@ from torch.nn import functional
 
 from lightning_remat import InfeasibleBudgetError, rematerialize
 from lightning_remat._rematerialize import Rematerialized
+from lightning_remat.capture import _torch as internals
 from lightning_remat.errors import BudgetError, ConfigError
+from lightning_remat.lowering import read_again
 from lightning_remat.planner import RematWarning
 from lightning_remat.planner._step import MOST_CAPTURES
 
@@ -666,3 +668,32 @@ class TestErrors:
         step = rematerialize(net(forward), budget="min", cost_model="unit")
         with pytest.raises(KeyError, match="mine"):
             step(inputs())
+
+
+def test_only_buffers_are_copied_to_see_whether_they_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen weights and the batch are read again as well, and may be large."""
+    copied: list[torch.Size] = []
+    monkeypatch.setattr(internals, "copied", lambda value: copied.append(value.shape) or value.clone())
+
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))).requires_grad_(False)
+            self.register_buffer("shift", torch.randn(16))
+            self.head = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.head(x)
+            for layer in self.base:
+                h = torch.tanh(layer(h + self.shift) * x)
+            return h.square().mean()
+
+    torch.manual_seed(0)
+    module, x = Frozen(), torch.randn(64, 16)
+    call = rematerialize(module, budget="min", cost_model="unit")
+    for _ in range(4):
+        call(x).backward()
+    assert call.plan.rematerializes
+    again = read_again(call._step._graphs[0].captured, call.plan.schedule)
+    assert len(again) > 1
+    assert copied == [module.shift.shape] * 2

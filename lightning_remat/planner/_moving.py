@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,11 +25,12 @@ class MovingBuffers:
 
     What eager mode reads in the forward alone, the owner may change before the backward: the queue of a MoCo. In the first
     runs of a plan every buffer that its backward would read for a recomputation is copied, and compared when the backward
-    begins; after that those that were seen to change are copied.
+    begins; after that those that were seen to change are copied. Parameters, frozen ones too, and the batch are left alone:
+    they may be large, and nothing but an optimizer or the next step changes them.
 
     Args:
         captured: the graph.
-        inputs: what it was captured with; what gets gradients is not watched (torch tells of changes to it).
+        inputs: what it was captured with.
 
     Attributes:
         planned_bytes: what the graph's plan has room for; who makes a plan sets it.
@@ -38,7 +39,11 @@ class MovingBuffers:
     def __init__(self, captured: CapturedGraph, inputs: Sequence[Any]) -> None:
         self.planned_bytes = 0
         self._names = [str(node.target) for node in captured.primals]
-        self._held = {i for i, v in enumerate(inputs) if isinstance(v, torch.Tensor) and not v.requires_grad}
+        self._held = {
+            i
+            for i, value in enumerate(inputs)
+            if isinstance(value, torch.Tensor) and not value.requires_grad and not isinstance(value, torch.nn.Parameter)
+        }
         self._read_again: dict[int, list[int]] = {}
         self._bytes: dict[int, int] = {}
 
@@ -51,9 +56,11 @@ class MovingBuffers:
         """Bytes that are copied and not planned for."""
         return sum(self._bytes.values()) - self.planned_bytes
 
-    def copies(self, args: Sequence[Any], plan: int, runs: int) -> dict[int, torch.Tensor]:
-        """Copies for a run of a plan, by position; ``runs`` counts it."""
-        which: Iterable[int] = self._bytes if runs > WATCHED_RUNS else self._read_again[plan]
+    def copies(self, args: Sequence[Any], plan: int, runs: int, batch: Collection[int]) -> dict[int, torch.Tensor]:
+        """Copies for a run of a plan, by position; ``runs`` counts it, and ``batch`` has the ids of the call's own inputs."""
+        which: Iterable[int] = self._bytes
+        if runs <= WATCHED_RUNS:
+            which = [i for i in self._read_again[plan] if id(args[i]) not in batch]
         return {i: internals.copied(args[i]) for i in which}
 
     def watch(self, args: Sequence[Any], copies: Mapping[int, torch.Tensor], name: str) -> Callable[[], None]:

@@ -71,8 +71,7 @@ class RematWarning(UserWarning):
     """Something runs without rematerialization, or otherwise not as asked; the text says why and what to do."""
 
 
-def _shapes(inputs: Any) -> Shapes:
-    leaves = internals.tensor_leaves(inputs)
+def _shapes(leaves: Sequence[torch.Tensor]) -> Shapes:
     return tuple((tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad) for leaf in leaves)
 
 
@@ -193,6 +192,7 @@ class ScheduledStep:
         self.agreement = agreement
         self._gave_up = False
         self._shapes: Shapes = ()
+        self._batch: frozenset[int] = frozenset()  # ids of the present call's tensors
         self._graphs: list[_Graph] = []
         self._limit: int | None = None  # a budget that was come down to
         self._fits_anyway: dict[Shapes, int] = {}  # with the largest plan of their call
@@ -216,14 +216,16 @@ class ScheduledStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or self._gave_up:
             return self.function(*args, **kwargs)
-        shapes = self._shapes = _shapes((args, kwargs))
+        leaves = internals.tensor_leaves((args, kwargs))
+        shapes = self._shapes = _shapes(leaves)
+        self._batch = frozenset(map(id, leaves))
         self._call.clear()
         if shapes in self._fits_anyway:
             return self.function(*args, **kwargs)
         started, planning_seconds = time.monotonic(), self.planning_seconds
         self._take_better_plans()
         self._captured_now.clear()
-        compiled, varying = self._compiled(shapes, (args, kwargs))
+        compiled, varying = self._compiled(shapes, leaves)
         known_failures = internals.capture_failures() if not self.plans or compiled is self._symbolic else None
         try:
             with internals.running(self._dynamic_sources()), internals.varying(varying):
@@ -284,14 +286,14 @@ class ScheduledStep:
     # -- sizes that vary ----------------------------------------------------------------------------------------------
 
     def _compiled(
-        self, shapes: Shapes, inputs: Any
+        self, shapes: Shapes, leaves: Sequence[torch.Tensor]
     ) -> tuple[Callable[..., Any], list[tuple[torch.Tensor, tuple[int, ...]]]]:
         """What runs a call, captured for its shapes alone, or once many were seen with symbols; tensors and dims for these."""
         alike = [known for known in self._static_shapes if _alike_but_for_sizes(known, shapes)]
         if shapes in alike or self._symbolic is None or len(alike) < STATIC_CAPTURES:
             self._static_shapes[shapes] = None
             return self._static, []
-        return self._symbolic, list(zip(internals.tensor_leaves(inputs), _varying(shapes, alike), strict=True))
+        return self._symbolic, list(zip(leaves, _varying(shapes, alike), strict=True))
 
     def _after_symbolic(self, shapes: Shapes) -> None:
         """After a call that ran with symbolic sizes: was that worth it, and do these shapes fit as they are?"""
@@ -589,7 +591,7 @@ class ScheduledStep:
             ):
                 self.last_plan = plan
             self._call.append((graph, number))
-            copies = graph.buffers.copies(args, number, self.runs[number])
+            copies = graph.buffers.copies(args, number, self.runs[number], self._batch)
             compare = graph.buffers.watch(args, copies, self.name or "captured graph")
             outputs = compiled(*(copies.get(i, value) for i, value in enumerate(args))) if copies else compiled(*args)
             internals.on_backward(
