@@ -56,6 +56,9 @@ EXACT = 1e-9
 HOPELESS = 1.25
 """Times the cheapest schedule from which another is not improved."""
 
+MOMENTS_UP_TO = 1500
+"""Nodes up to which "moments" is asked where the gap is not closed; on larger graphs it takes much longer."""
+
 HIREMATE_UP_TO = 1500
 """Nodes up to which it is asked."""
 
@@ -169,7 +172,7 @@ class _Portfolio:
         """Run what suits the size of the problem."""
         size = len(self.problem)
         self.attempt("crossing", until)
-        if self.gap() > OPEN_GAP:
+        if self.gap() > (CLOSED_GAP if size <= MOMENTS_UP_TO else OPEN_GAP):
             self.attempt("moments", min(self.deadline, time.monotonic() + span))
         self.attempt("rotor", until)
         for method in QUICK if size <= QUICK_UP_TO else ():
