@@ -162,8 +162,8 @@ def test_running_statistics_are_those_of_eager(budget):
         gradients = [p.grad for p in module.parameters()]
         results.append({"losses": losses, "gradients": gradients, "buffers": dict(module.named_buffers())})
     assert_same(*results)
-    again = [i for i, count in step.plan.schedule.evaluations.items() if count > 1]
-    assert bool(again) == (budget != 1.0)
+    ran = [plan for plan, runs in zip(step.plans, step.runs, strict=True) if runs]  # of two graphs: one of the two may do
+    assert any(plan.rematerializes for plan in ran) == (budget != 1.0)
 
 
 def test_running_statistics_take_no_memory_more():
