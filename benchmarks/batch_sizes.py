@@ -4,7 +4,9 @@
 
 Each network trains in a Lightning Trainer with Adam. Eager's largest batch is looked for by running its step: its measured
 peak is within the limit, and one sample more is over it. The finder predicts, at most at one extra forward (Jain et al. 2020,
-eq. 10), and confirms with one step, whose peak is measured. Then both train a few steps, and the seconds are compared.
+eq. 10), and confirms with one step, whose peak is measured. The training that follows ends after three batches, and the
+seconds of three steps, forward and backward, are compared in turns on the same weights: eager's at its own largest batch,
+eager's at the batch that was found (which fits this machine, if not the limit), and the scheduled one.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,9 @@ from lightning_remat.report import format_bytes
 NETWORKS = {"gpt2": 3.0, "unet": 3.0, "mobilenet": 5.0}
 """Networks, and how many times eager's batch is aimed at."""
 
+WARM_UP = 3
+"""Batches that are trained on before steps are timed."""
+
 RESULTS = Path(__file__).resolve().parent / "results" / "batch-sizes-cpu.json"
 
 
@@ -57,7 +62,9 @@ class Found:
         batch_size: the finder's; its peak as ``predicted_bytes`` and ``measured_bytes``, of the confirming step.
         overhead: predicted extra time, as a share of the step.
         finding_seconds: the whole search.
-        eager_seconds, seconds: of a training step at the two batch sizes, medians.
+        eager_seconds: of a step of eager at its largest batch, a median, and ``eager_there_seconds`` at the batch that was
+            found; ``seconds``: of the scheduled step there.
+        measured_overhead: of the scheduled step over eager's at the same batch, the median over the turns.
         aim: times eager's that is aimed at.
     """
 
@@ -74,7 +81,9 @@ class Found:
     overhead: float
     finding_seconds: float
     eager_seconds: float
+    eager_there_seconds: float
     seconds: float
+    measured_overhead: float
     aim: float
 
     @property
@@ -109,34 +118,60 @@ class Training(L.LightningModule):
         return DataLoader(TensorDataset(*repeated), self.batch_size)
 
 
-class StepSeconds(L.Callback):
-    """Seconds of each training step, from its batch to the optimizer's end."""
+class TimedFinder(RematBatchSizeFinder):
+    """Keeps the seconds that it took."""
 
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self._started = time.perf_counter()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.seconds.append(time.perf_counter() - self._started)
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        started = time.perf_counter()
+        super().on_fit_start(trainer, pl_module)
+        self.seconds = time.perf_counter() - started
 
 
-def trained(module: Training, callbacks: list[L.Callback], steps: int) -> float:
-    """Train; returns the median seconds of the steps after the first three."""
-    seconds = StepSeconds()
+class Turns(L.Callback):
+    """Times eager steps and the scheduled one in turns, on the batch after the warm-up.
+
+    Args:
+        eager: samples in eager's smaller batch.
+        turns: of all three.
+    """
+
+    def __init__(self, eager: int, turns: int) -> None:
+        self.eager, self.turns = eager, turns
+        self.seconds: dict[str, list[float]] = {"eager": [], "eager there": [], "scheduled": []}
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx < WARM_UP:
+            return
+        steps: dict[str, Callable[[], Any]] = {
+            "eager": lambda: pl_module.training_step([one[: self.eager] for one in batch], batch_idx),
+            "eager there": lambda: pl_module.training_step(batch, batch_idx),
+            "scheduled": lambda: trainer.strategy.training_step(batch, batch_idx),
+        }
+        for turn in range(1 + self.turns):
+            for name, step in steps.items():
+                pl_module.zero_grad()
+                started = time.perf_counter()
+                step().backward()
+                if turn:  # the first warms up what has not run yet
+                    self.seconds[name].append(time.perf_counter() - started)
+        pl_module.zero_grad()
+
+
+def train(module: Training, callbacks: list[L.Callback]) -> None:
+    """Train until after the batch that `Turns` takes."""
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
-        max_steps=3 + steps,
-        callbacks=[*callbacks, seconds],
+        max_steps=WARM_UP + 1,
+        callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     trainer.fit(module)
-    return statistics.median(seconds.seconds[3:])
 
 
 def eager_peak(module: Training, batch_size: int) -> int:
@@ -177,13 +212,12 @@ def measure(name: str, limit: int, steps: int) -> Found:
         raise SystemExit(
             f"{name}: a batch of one takes {format_bytes(next_peak)}, over the limit of {format_bytes(limit)}"
         )
-    eager_seconds = trained(Training(workload, eager), [], steps)
-    finder = RematBatchSizeFinder()
+    finder = TimedFinder()
     module = Training(workload, 4)
-    started = time.perf_counter()
     remat = RematCallback(budget=limit, artifacts=False, measure=False)
-    seconds = trained(module, [remat, finder], steps)
-    took = time.perf_counter() - started
+    turns = Turns(eager, steps)
+    train(module, [remat, finder, turns])
+    assert turns.seconds["scheduled"], "no step was timed"
     found = finder.found
     assert found is not None and remat.plan is not None and remat.runs, "nothing was planned"
     assert found.batch_size == module.batch_size
@@ -199,9 +233,14 @@ def measure(name: str, limit: int, steps: int) -> Found:
         predicted_bytes=found.plan.predicted_peak_bytes,
         measured_bytes=found.measured_peak_bytes,
         overhead=found.plan.overhead,
-        finding_seconds=took - (3 + steps) * seconds,
-        eager_seconds=eager_seconds,
-        seconds=seconds,
+        finding_seconds=finder.seconds,
+        eager_seconds=statistics.median(turns.seconds["eager"]),
+        eager_there_seconds=statistics.median(turns.seconds["eager there"]),
+        seconds=statistics.median(turns.seconds["scheduled"]),
+        measured_overhead=statistics.median(
+            ours / there - 1
+            for there, ours in zip(turns.seconds["eager there"], turns.seconds["scheduled"], strict=True)
+        ),
         aim=NETWORKS[name],
     )
 
@@ -217,7 +256,7 @@ def table(rows: Sequence[Found]) -> Table:
         "times",
         "aim",
         "peak",
-        "overhead",
+        "overhead (predicted)",
         "samples a second",
         "search",
     ):
@@ -231,8 +270,9 @@ def table(rows: Sequence[Found]) -> Table:
             f"{row.times:.2f}" + ("" if row.holds else " NO"),
             f"{row.aim:g}",
             f"{format_bytes(row.measured_bytes)} ({row.predicted_bytes / row.measured_bytes - 1:+.2%})",
-            f"{row.overhead:+.1%}",
-            f"{row.batch_size / row.seconds:.1f} (eager {row.eager / row.eager_seconds:.1f})",
+            f"{row.measured_overhead:+.1%} ({row.overhead:+.1%})",
+            f"{row.batch_size / row.seconds:.1f} (eager {row.batch_size / row.eager_there_seconds:.1f},"
+            f" at {row.eager} {row.eager / row.eager_seconds:.1f})",
             f"{row.finding_seconds:.0f} s",
         )
     return shown
@@ -243,7 +283,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", action="append", choices=list(NETWORKS), help="may be repeated; default: all")
     parser.add_argument("--limit", default="1GiB", help="of memory, everything counted")
-    parser.add_argument("--steps", type=int, default=3, help="timed training steps at each batch size")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each kind")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

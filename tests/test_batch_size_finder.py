@@ -133,6 +133,17 @@ def test_what_is_found_fits_and_is_larger_than_without():
     assert str(found.batch_size) in found.summary() and "samples a second" in found.summary()
 
 
+def test_training_has_the_threads_that_it_had():
+    torch.set_num_threads(2)
+    finder, remat = (
+        RematBatchSizeFinder(),
+        RematCallback(budget=BUDGET, solver="milp", cost_model="flops", time_limit=2.0),
+    )
+    run(Sized(), finder, remat, limit_train_batches=1)
+    assert finder.found.batch_size > finder.found.without and remat.plan.rematerializes
+    assert torch.get_num_threads() == 2
+
+
 def test_a_larger_one_does_not_fit_or_costs_too_much():
     finder = RematBatchSizeFinder(max_overhead=0.25)
     run(Sized(), finder)

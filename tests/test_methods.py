@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from lightning_remat.graph import ComputationGraph, Op, Phase, Tensor, TensorRole
 from lightning_remat.solvers import Status, available, options_of, solve
@@ -45,3 +46,12 @@ def test_a_budget_below_every_op_finds_nothing(method: str) -> None:
     solution = solve(unit_chain(6), 2, method, 5.0)
     assert solution.schedule is None
     assert solution.status in (Status.INFEASIBLE, Status.TIMEOUT)
+
+
+@pytest.mark.parametrize("method", sorted(PAPERS | OWN))
+def test_torch_has_the_threads_that_it_had(method: str) -> None:
+    """CBC sets OpenMP's number of threads to one for the whole process, where it branches."""
+    torch.set_num_threads(2)
+    solution = solve(unit_chain(8), 7, method, 2.0)
+    assert (solution.schedule is None) == (method in ("no_remat", "checkpoint_all"))
+    assert torch.get_num_threads() == 2

@@ -87,7 +87,6 @@ __all__ = [
     "running",
     "substitute",
     "tensor_leaves",
-    "threads_kept",
     "varying",
     "whole_ops",
 ]
@@ -200,17 +199,6 @@ def fake_tensors() -> contextlib.AbstractContextManager[Any]:
 def real_tensors() -> contextlib.AbstractContextManager[Any]:
     """Leave fake tensor mode: tensors made inside are real."""
     return _disable_current_modes()
-
-
-@contextlib.contextmanager
-def threads_kept() -> Iterator[None]:
-    """Put torch's number of threads back: solvers bring libraries that change it, and with it the bits of reductions."""
-    threads = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
 
 
 def boxed(module: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:

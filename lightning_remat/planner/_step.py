@@ -387,11 +387,10 @@ class ScheduledStep:
             return  # plans for symbolic sizes are chosen for each call
         graph.problem = graph.problem.replace(resident_bytes=graph.problem.resident_bytes + copies)
         graph.buffers.planned_bytes += copies
-        with internals.threads_kept():
-            replayed = replay_bytes(graph.captured)
-            made = make_plan(
-                graph.problem, self.config, replay_bytes=replayed, progress=self._progress, cache=self._plan_cache
-            )
+        replayed = replay_bytes(graph.captured)
+        made = make_plan(
+            graph.problem, self.config, replay_bytes=replayed, progress=self._progress, cache=self._plan_cache
+        )
         graph.plan = self._add_plan(made, graph, graph.captured)
         log.info(
             "%s, %s: %s", self.name or "captured graph", "with copies" if copies else "within less", made.summary()
@@ -441,15 +440,14 @@ class ScheduledStep:
         schedules = [self.plans[number].schedule for number in fixed]
 
         def make() -> list[Plan]:
-            with internals.threads_kept():
-                return plan_together(
-                    parts,
-                    self.config,
-                    fixed=schedules,
-                    held_bytes=parts[0].around.held_bytes + parts[0].captured.batch_bytes,
-                    progress=self._progress,
-                    cache=self._plan_cache,
-                )
+            return plan_together(
+                parts,
+                self.config,
+                fixed=schedules,
+                held_bytes=parts[0].around.held_bytes + parts[0].captured.batch_bytes,
+                progress=self._progress,
+                cache=self._plan_cache,
+            )
 
         facts = [schedule.to_dict() for schedule in schedules]
         return self._agreed(
@@ -543,7 +541,7 @@ class ScheduledStep:
                 limits = captured.size_limits()
                 captured = captured.at([rounded_up(n, most) for n, most in zip(sizes, limits, strict=True)])
             try:
-                with internals.real_tensors(), internals.threads_kept():
+                with internals.real_tensors():
                     captured, problem, plan, around = self._plan(captured, weights)
             except RematError as error:
                 raise _Stop(error) from error
@@ -621,7 +619,7 @@ class ScheduledStep:
             return around if replays else around.replace(resident_bytes=around.resident_bytes - replayed)
 
         def make(captured: CapturedGraph) -> tuple[int, Plan]:
-            with internals.real_tensors(), internals.threads_kept():
+            with internals.real_tensors():
                 try:
                     plan = self._made(captured, weights, graph.around, most_seconds=SECONDS_A_SIZE)[1]
                 except InfeasibleBudgetError:
@@ -629,7 +627,7 @@ class ScheduledStep:
             return self._add_plan(plan, graph, graph.captured), plan
 
         def measure(captured: CapturedGraph) -> CapturedGraph:
-            with internals.real_tensors(), internals.threads_kept():
+            with internals.real_tensors():
                 return self._measured(captured)[0]
 
         return SizedPlans(

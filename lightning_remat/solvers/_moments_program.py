@@ -28,6 +28,7 @@ from typing import TypeAlias
 
 import mip
 
+from lightning_remat.solvers._mip import optimize
 from lightning_remat.solvers._problem import PlainProblem
 from lightning_remat.solvers._prune import required
 
@@ -74,7 +75,7 @@ class MomentsProgram:
         self.model.verbose = 0
         # CBC prints its first linear program whatever the verbosity, but none after a solve with integers.
         self.model.add_var("integer", var_type=mip.BINARY)
-        self.model.optimize(max_seconds=1e-6)
+        optimize(self.model, 1e-6)
         self.nodes = required(problem)
         self.once_seconds = sum([problem.seconds[node] for node in self.nodes])
         # Both units are means: the solver's tolerances are absolute, and shares of a whole of thousands would be lost in them.
@@ -241,7 +242,7 @@ class MomentsProgram:
                     held.var_type = mip.BINARY
             self.model.max_mip_gap = TOLERANCE / 10
             self.model.preprocess = 0  # branching gets further without
-        status = self.model.optimize(max_seconds=max(seconds, 1e-3), relax=not whole)
+        status = optimize(self.model, max(seconds, 1e-3), relax=not whole)
         if status not in (_STOPPED if whole else _STOPPED[:1]):
             return None
         value = self.model.objective_bound if whole else self.model.objective_value

@@ -31,6 +31,7 @@ from typing import TypeAlias
 
 import mip
 
+from lightning_remat.solvers._mip import optimize
 from lightning_remat.solvers._solution import Status
 
 Term: TypeAlias = "mip.LinExpr | mip.Var | float"
@@ -347,7 +348,7 @@ class _Program:
             return PhasesResult(None, Status.TIMEOUT)
         self.model.max_mip_gap = gap
         self.model.max_mip_gap_abs = 1e-9
-        status = self.model.optimize(max_seconds=left)
+        status = optimize(self.model, left)
         if status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE):
             return PhasesResult(None, Status.INFEASIBLE)
         if (

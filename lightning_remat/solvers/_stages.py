@@ -36,6 +36,7 @@ import mip
 
 from lightning_remat.errors import SolverError
 from lightning_remat.solvers._chen import crossing, segment_ends
+from lightning_remat.solvers._mip import optimize
 from lightning_remat.solvers._problem import NodeSequence, PlainProblem
 from lightning_remat.solvers._prune import required
 from lightning_remat.solvers._rollout import rollout
@@ -464,7 +465,7 @@ class Program:
         """Run the solver. The gap is a share of the step's whole time, of which the objective leaves a constant out."""
         self.model.max_mip_gap = 1e-9
         self.model.max_mip_gap_abs = gap * self.once_seconds / self.unit_seconds
-        self.status = self.model.optimize(max_seconds=seconds)
+        self.status = optimize(self.model, seconds)
 
     def relax(self, budget_bytes: int, seconds: float) -> float | None:
         """Solve the relaxation R, S, FREE in [0, 1] (section 5.1) at any budget.
@@ -484,8 +485,8 @@ class Program:
                 row.rhs = limit if _is_free(computed) else limit - extra * _value(computed)
         if self.status is mip.OptimizationStatus.LOADED:
             # CBC prints its first linear program whatever the verbosity, but none after a solve with integers.
-            self.model.optimize(max_seconds=1e-6)
-        self.status = self.model.optimize(max_seconds=seconds, relax=True)
+            optimize(self.model, 1e-6)
+        self.status = optimize(self.model, seconds, relax=True)
         if self.status is not mip.OptimizationStatus.OPTIMAL:
             return None
         return self.constant_seconds + float(self.model.objective_value) * self.unit_seconds
