@@ -122,6 +122,7 @@ def test_the_largest_is_set_where_the_loader_looks(holder):
 
 def test_what_is_found_fits_and_is_larger_than_without():
     torch.manual_seed(0)
+    torch.set_num_threads(2)
     finder, remat = RematBatchSizeFinder(), callback(BUDGET)
     _, seen = run(Sized(), finder, remat, limit_train_batches=1)
     found = finder.found
@@ -131,17 +132,7 @@ def test_what_is_found_fits_and_is_larger_than_without():
     assert found.measured_peak_bytes == pytest.approx(found.plan.predicted_peak_bytes, rel=0.02)
     assert all(plan.predicted_peak_bytes <= BUDGET and plan.rematerializes for plan in remat.plans)
     assert str(found.batch_size) in found.summary() and "samples a second" in found.summary()
-
-
-def test_training_has_the_threads_that_it_had():
-    torch.set_num_threads(2)
-    finder, remat = (
-        RematBatchSizeFinder(),
-        RematCallback(budget=BUDGET, solver="milp", cost_model="flops", time_limit=2.0),
-    )
-    run(Sized(), finder, remat, limit_train_batches=1)
-    assert finder.found.batch_size > finder.found.without and remat.plan.rematerializes
-    assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == 2  # the solvers' searches leave them alone
 
 
 def test_a_larger_one_does_not_fit_or_costs_too_much():
