@@ -59,6 +59,7 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from lightning_remat.capture._layouts import real_layout
+from lightning_remat.capture._regions import inline_regions
 
 __all__ = [
     "FakeTensor",
@@ -304,6 +305,7 @@ def aot_backend(
 
     The ops in ``parts`` are captured as the ops that they are made of. What runs can be exchanged for other versions of it.
     """
+    inline_regions(graph_module)
     exchange = Exchange()
     collects = gc.isenabled()
 
