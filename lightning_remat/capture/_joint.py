@@ -371,6 +371,7 @@ class _Reader:
     ) -> None:
         self.module = module
         self.forward_outputs, self.backward_outputs = forward_outputs, backward_outputs
+        self.handed_out = {node for node in (*forward_outputs, *backward_outputs) if isinstance(node, Node)}
         self.static_inputs, self.parameters, self.name = static_inputs, parameters, name
         placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
         self.tangents = tuple(n for n in placeholders if "tangents" in str(n.target))
@@ -588,8 +589,7 @@ class _Reader:
         Not what is handed in or out: the caller's tensors are its own, and a result that is handed out is no view.
         """
         value = node.meta.get("val")
-        handed_out = (*self.forward_outputs, *self.backward_outputs)
-        if not isinstance(value, torch.Tensor) or len(outputs) != 1 or node in handed_out:
+        if not isinstance(value, torch.Tensor) or len(outputs) != 1 or node in self.handed_out:
             return ()
         read = [self.tensor_list[self.node_tensor[n]].storage for n in node.all_input_nodes if n in self.node_tensor]
         found: dict[int, None] = {}
