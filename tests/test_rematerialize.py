@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import itertools
 import logging
 import pickle
@@ -23,7 +24,7 @@ from lightning_remat._rematerialize import Rematerialized
 from lightning_remat.capture import _torch as internals
 from lightning_remat.errors import BudgetError, ConfigError
 from lightning_remat.lowering import read_again
-from lightning_remat.planner import RematWarning
+from lightning_remat.planner import RematWarning, _step
 from lightning_remat.planner._step import MOST_CAPTURES
 
 Forward = Callable[..., torch.Tensor]
@@ -697,3 +698,22 @@ def test_only_buffers_are_copied_to_see_whether_they_move(monkeypatch: pytest.Mo
     again = read_again(call._step._graphs[0].captured, call.plan.schedule)
     assert len(again) > 1
     assert copied == [module.shift.shape] * 2
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_is_as_it_was(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is off while torch traces, and as it was during planning and afterwards, whatever is raised."""
+    during: list[bool] = []
+    original = _step.ScheduledStep._plan
+    monkeypatch.setattr(_step.ScheduledStep, "_plan", lambda *a: during.append(gc.isenabled()) or original(*a))
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        step = rematerialize(net(), budget="min", cost_model="unit")
+        step(inputs()).backward()
+        assert step.plan.rematerializes
+        with pytest.raises(InfeasibleBudgetError):
+            rematerialize(net(), budget="1KiB", cost_model="unit")(inputs())
+        assert during == [enabled] * 2 and gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()

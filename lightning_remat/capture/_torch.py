@@ -69,6 +69,7 @@ __all__ = [
     "aot_backend",
     "boxed",
     "capture_failures",
+    "collected",
     "compile_frame",
     "computed",
     "copied",
@@ -88,6 +89,7 @@ __all__ = [
     "running",
     "substitute",
     "tensor_leaves",
+    "uncollected",
     "varying",
     "whole_ops",
 ]
@@ -215,15 +217,32 @@ def boxed(module: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     return run
 
 
+_COLLECTED_OUTSIDE: list[bool] = []
+
+
 @contextlib.contextmanager
-def _collecting(garbage: bool) -> Iterator[None]:
-    """Python's garbage collector on or off: tracing makes so many objects that looking for cycles is a quarter of its time."""
-    before = gc.isenabled()
-    (gc.enable if garbage else gc.disable)()
+def uncollected() -> Iterator[None]:
+    """Without Python's garbage collector: tracing makes so many objects that looking for cycles is a quarter of its time."""
+    _COLLECTED_OUTSIDE.append(gc.isenabled())
+    gc.disable()
     try:
         yield
     finally:
-        (gc.enable if before else gc.disable)()
+        if _COLLECTED_OUTSIDE.pop():
+            gc.enable()
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[None]:
+    """Inside of `uncollected`: with the garbage collector again, where it was on outside."""
+    enabled = bool(_COLLECTED_OUTSIDE) and _COLLECTED_OUTSIDE[0] and not gc.isenabled()
+    if enabled:
+        gc.enable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.disable()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,11 +326,9 @@ def aot_backend(
     """
     inline_regions(graph_module)
     exchange = Exchange()
-    collects = gc.isenabled()
 
     def partitioned(*args: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-        with _collecting(collects):
-            modules = partition(*args, **kwargs)
+        modules = partition(*args, **kwargs)
         exchange.add(modules)
         return modules.forward, modules.backward
 
@@ -340,7 +357,7 @@ def aot_backend(
         # "same_as_forward" gives other bits than eager where the step has a region with autocast off.
         settings["backward_pass_autocast"] = "off"
     with (
-        _collecting(False),
+        uncollected(),
         whole_ops(symbolic),
         real_layouts(),
         functorch_config.patch(settings),

@@ -7,6 +7,7 @@ nothing to come back to. What cannot be captured runs as before, and the reason 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -225,10 +226,12 @@ class ScheduledStep:
         started, planning_seconds = time.monotonic(), self.planning_seconds
         self._take_better_plans()
         self._captured_now.clear()
+        first = shapes not in self._static_shapes
         compiled, varying = self._compiled(shapes, leaves)
+        tracing = internals.uncollected() if first and compiled is self._static else contextlib.nullcontext()
         known_failures = internals.capture_failures() if not self.plans or compiled is self._symbolic else None
         try:
-            with internals.running(self._dynamic_sources()), internals.varying(varying):
+            with tracing, internals.running(self._dynamic_sources()), internals.varying(varying):
                 result = compiled(*args, **kwargs)
         except _NoSymbols:
             return self(*args, **kwargs)
@@ -541,7 +544,7 @@ class ScheduledStep:
                 limits = captured.size_limits()
                 captured = captured.at([rounded_up(n, most) for n, most in zip(sizes, limits, strict=True)])
             try:
-                with internals.real_tensors():
+                with internals.real_tensors(), internals.collected():
                     captured, problem, plan, around = self._plan(captured, weights)
             except RematError as error:
                 raise _Stop(error) from error
