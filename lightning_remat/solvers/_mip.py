@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
+import ctypes
+from collections.abc import Iterator
 
 import mip
 
 
 def optimize(model: mip.Model, seconds: float, *, relax: bool = False) -> mip.OptimizationStatus:
-    """``model.optimize``, after which torch has the threads that it had.
+    """``model.optimize``, after which OpenMP has the threads that it had.
 
-    CBC sets OpenMP's number of threads to one for the whole process. Where torch has been loaded it would compute on one
-    core from then on, and reductions would have other bits.
+    CBC sets their number to one, for the whole process: torch would compute on one core from then on, and reductions would
+    have other bits.
 
     Args:
         model: what to solve.
         seconds: the most that may take.
         relax: leave integrality out.
     """
-    torch = sys.modules.get("torch")
-    threads = torch.get_num_threads() if torch is not None else 0
-    try:
+    with _threads_kept():
         return model.optimize(max_seconds=seconds, relax=relax)
+
+
+@contextlib.contextmanager
+def _threads_kept() -> Iterator[None]:
+    # Not through ``torch.set_num_threads``, which fixes MKL's number besides, and with it maybe its results.
+    library = _openmp()
+    threads = library.omp_get_max_threads() if library is not None else 0
+    try:
+        yield
     finally:
-        if torch is not None and torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
+        if library is not None:
+            library.omp_set_num_threads(threads)
+
+
+def _openmp() -> ctypes.CDLL | None:
+    """The OpenMP of this process; ``None`` where nothing has loaded one for all."""
+    try:
+        library = ctypes.CDLL(None)
+    except (OSError, TypeError):  # Windows has no such thing
+        return None
+    return library if hasattr(library, "omp_set_num_threads") else None
