@@ -1456,10 +1456,6 @@ def known(reason: str, raises: type[BaseException] = AssertionError) -> Any:
 
 
 SUMS = "gradients of what a graph uses several times, and a later one again, are added up in another order than eager's"
-COMPILING = (
-    "transformers is told that it is compiled, and makes the mask that it would leave to the kernel in eager mode"
-)
-
 WHOLE = [
     Lora,
     MessagePassing, ModifiesTheBatch,
@@ -1476,7 +1472,7 @@ WHOLE = [
     Hooked,
     AsksWhetherItIsCompiled,
     RetainedTwice,
-    pytest.param(Llama, marks=known(COMPILING)),
+    Llama,
     pytest.param(GruCellOfOddWidth, marks=known("what eager writes over a part of a wider tensor is computed elsewhere")),
     pytest.param(CheckpointedBatchNorm, marks=known("the running statistics move once, and in eager mode twice")),
     pytest.param(CheckpointedOtherNoise, marks=known("preserve_rng_state=False: the same numbers, and in eager mode others")),

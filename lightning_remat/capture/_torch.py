@@ -10,7 +10,8 @@ What is used and why:
 * ``FakeTensorMode._dispatch_impl``: some fake results have other strides than the real ones (see ``_layouts``).
 * ``_inductor.config.fallback_random``: without it, AOTAutograd drops random ops whose result nobody reads; eager draws them.
 * ``TorchInGraphFunctionVariable._get_handlers``: Dynamo's own decomposition of ``addcdiv`` (see `whole_ops` for AOTAutograd's),
-  and its answer to code that asks whether it is compiled.
+  and its answers to code that asks whether it is compiled, or for the values of a mask (see `_masks`).
+* Dynamo's sources and guards: what such an answer rests on is asked again in every step.
 * ``distributed_c10d._get_default_store``: where processes that train together leave notes for each other.
 * ``torch.utils._sympy``: the arithmetic of symbolic sizes, as numbers and as nodes of a graph.
 * ``fx.experimental._config``: sizes that happen to be equal are told apart.
@@ -25,6 +26,7 @@ import dataclasses
 import functools
 import gc
 import logging
+import operator
 import os
 import types
 import warnings
@@ -42,11 +44,14 @@ import torch.fx
 from torch._C import DispatchKey
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.guards import install_guard
+from torch._dynamo.source import TensorProperty, TensorPropertySource
 from torch._dynamo.utils import counters as dynamo_counters
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
+from torch._guards import Source
 from torch._inductor import config as inductor_config
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -66,6 +71,9 @@ __all__ = [
     "HigherOrderOperator",
     "Modules",
     "OpOverload",
+    "Source",
+    "TorchInGraphFunctionVariable",
+    "VariableTracker",
     "aot_backend",
     "boxed",
     "capture_failures",
@@ -78,6 +86,9 @@ __all__ = [
     "expression",
     "fake_tensors",
     "free_symbols",
+    "given",
+    "given_now",
+    "guard_on",
     "hint",
     "keep_saved",
     "largest",
@@ -606,6 +617,45 @@ def _logging_calls() -> set[Any]:
     own = {method for name, method in methods if name in said}
     hung = {method for _, method in methods if callable(method) and getattr(method, "__module__", "") != "logging"}
     return own | hung | {warnings.warn}
+
+
+def given(node: torch.fx.Node) -> tuple[Source, Callable[[torch.Tensor], Any]] | None:
+    """While Dynamo traces: the tensor given to the step that a node is, or is a size of, and how it comes from that."""
+    argument, example = node.meta.get("grapharg"), node.meta.get("example_value")
+    if isinstance(example, torch.SymInt):
+        sources = example.node.shape_env.var_to_sources.get(example.node.expr, ())
+        for source in sources:
+            if isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE:
+                return source.base, operator.methodcaller("size", source.idx)
+    elif argument is not None and argument.source is not None and isinstance(example, torch.Tensor):
+        return argument.source, _itself
+    return None
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def given_now(graph: torch.fx.Graph, source: Source) -> torch.Tensor | None:
+    """While Dynamo traces: the real tensor there; ``None`` where its graph does not have it."""
+    for node in graph.find_nodes(op="placeholder"):
+        argument = node.meta.get("grapharg")
+        if argument is not None and argument.source == source and isinstance(argument.example, torch.Tensor):
+            return argument.example
+    return None
+
+
+def guard_on(source: Source, question: Callable[[torch.Tensor], bool], answer: bool, words: str) -> None:
+    """While Dynamo traces: what is captured holds as long as the tensor given there has this answer."""
+
+    def VALUE_MATCH(builder: Any, guard: Any) -> None:  # noqa: N802 - Dynamo's guards are named so
+        def check(value: torch.Tensor) -> bool:
+            with torch.no_grad():
+                return question(value) == answer
+
+        builder.get_guard_manager(guard).add_lambda_guard(check, [words], guard.user_stack)
+
+    install_guard(source.make_guard(VALUE_MATCH))
 
 
 _UNLIMITED = 1 << 30

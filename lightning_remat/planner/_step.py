@@ -24,6 +24,7 @@ import torch.fx
 from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.capture import PARTS, Autocast, CapturedGraph, from_joint
 from lightning_remat.capture import _torch as internals
+from lightning_remat.capture._masks import masks_as_in_eager_mode
 from lightning_remat.cost import CostCache, OpCost, cost_model
 from lightning_remat.errors import InfeasibleBudgetError, RematError
 from lightning_remat.graph import ComputationGraph
@@ -231,7 +232,8 @@ class ScheduledStep:
         tracing = internals.uncollected() if first and compiled is self._static else contextlib.nullcontext()
         known_failures = internals.capture_failures() if not self.plans or compiled is self._symbolic else None
         try:
-            with tracing, internals.running(self._dynamic_sources()), internals.varying(varying):
+            running = internals.running(self._dynamic_sources())
+            with tracing, running, masks_as_in_eager_mode(), internals.varying(varying):
                 result = compiled(*args, **kwargs)
         except _NoSymbols:
             return self(*args, **kwargs)
