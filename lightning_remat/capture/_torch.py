@@ -28,6 +28,7 @@ import gc
 import logging
 import operator
 import os
+import re
 import types
 import warnings
 import weakref
@@ -215,14 +216,27 @@ def real_tensors() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+_OPERATOR = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
+
+
 def boxed(module: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     """The module as a function of one list, which it clears, so that nothing outside keeps its arguments alive."""
     module.graph.set_codegen(_BoxedCodeGen())
-    module.recompile()
-    forward = module.forward
+    code = module.graph.python_code("self")
+    names = dict(code.globals)
+
+    def directly(match: re.Match[str]) -> str:
+        namespace, packet, overload = match.groups()
+        name = f"call_{namespace}_{packet}_{overload}"
+        names[name] = getattr(getattr(getattr(torch.ops, namespace), packet), overload)._op
+        return name
+
+    # An operator's own call, looked up once: half of the time that Python takes between two kernels.
+    exec(_OPERATOR.sub(directly, code.src), names)
+    forward = names["forward"]
 
     def run(args: list[Any]) -> Any:
-        return forward(args)
+        return forward(module, args)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
