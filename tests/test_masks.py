@@ -139,6 +139,43 @@ def test_packed_sequences_stay_apart() -> None:
     assert len(pair.step.plans) == 2 and pair.has_mask
 
 
+def written_over(mask: torch.Tensor) -> torch.Tensor:
+    mask[:, -3:] = 0
+    return mask
+
+
+def written_over_through_a_view(mask: torch.Tensor) -> torch.Tensor:
+    mask.view(-1)[-3:].zero_()
+    return mask
+
+
+def copy_written_over(mask: torch.Tensor) -> torch.Tensor:
+    other = mask.bool()
+    other[:, -3:] = False
+    return other
+
+
+@pytest.mark.parametrize("change", [written_over, written_over_through_a_view, copy_written_over])
+def test_a_mask_that_the_step_changes_first(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    pair = Pair(MODELS["llama"])
+    pair.step = lightning_remat.rematerialize(
+        lambda ids, mask: pair.other(input_ids=ids, labels=ids, attention_mask=change(mask)).loss,
+        budget="min",
+        solver="greedy",
+        time_limit=0.05,
+    )
+    ids = torch.randint(3, WORDS, (3, 40))
+    eager = pair.plain(input_ids=ids, labels=ids, attention_mask=change(mask(3, 40))).loss
+    assert torch.equal(eager, pair.step(ids, mask(3, 40))) and pair.has_mask
+
+
+def test_a_mask_that_was_changed_before_the_step() -> None:
+    pair = Pair(MODELS["llama"])
+    changed = mask(3, 40)
+    changed[0, 0] = 1
+    assert pair.same(shape=(3, 40), attention_mask=changed) and not pair.has_mask
+
+
 def test_the_library_is_left_as_it_was() -> None:
     before = dict(vars(masking_utils))
     pair = Pair(MODELS["llama"])

@@ -134,7 +134,12 @@ class _Value:
 
 
 def _value(node: torch.fx.Node, sources: set[Source]) -> _Value | None:
-    """Of a node, and the tensors given to the step that it depends on; ``None`` for what is not understood."""
+    """Of a node, and the tensors given to the step that it depends on; ``None`` for what is not understood.
+
+    What was written to before the question is not: the batch, before the step runs, does not say what it will be then.
+    """
+    if isinstance(node.meta.get("example_value"), torch.Tensor) and node.meta["example_value"]._version:
+        return None
     found = given(node)
     if found is not None:
         source, read = found
