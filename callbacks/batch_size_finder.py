@@ -78,7 +78,7 @@ class RematBatchSizeFinder(Callback):
 
     Args:
         max_overhead: the most extra time of a step, as a share of the step without rematerialization; ``None`` for one
-            extra forward (Jain et al. 2020, eq. 10).
+            extra forward (Jain et al. 2020, eq. 10). Times are measured, and what is found may be over it by 3 % of the step.
         max_val: the largest batch size.
         margin: share by which what was found is made smaller, in [0, 1). (The budget has a margin of its own.)
         batch_arg_name: name of the attribute that holds the batch size, on the module, the datamodule, or the ``hparams`` of
