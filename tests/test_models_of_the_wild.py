@@ -864,6 +864,40 @@ class LoopsAsTheBatchSays(Wild):
         return x
 
 
+class ReturnsViews(Wild):
+    """More than the loss, of which some share memory; nothing of the second head is in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(16, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self.head(self.features(x))
+        other = self.other(x)
+        views = {
+            "flat": logits.view(-1),
+            "first": logits[0],
+            "halves": (other[:, :4], other[:, 4:]),
+            "weight": self.head.weight.t(),
+        }
+        return {"loss": functional.cross_entropy(logits, y), "logits": logits, **views}
+
+
+class ViewsOverABreak(Wild):
+    """Tensors that share memory, and one that is handed on, go from one part to the next."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        h = self.features(x)
+        left, right = h[:, :8], h[:, 8:]
+        torch._dynamo.graph_break()
+        logits = self.head(torch.cat((right, left), 1))
+        first = h[0]
+        torch._dynamo.graph_break()
+        return functional.cross_entropy(logits, y) + first.square().mean() + h.mean()
+
+
 class PicksRows(Wild):
     """Boolean indexing: how many rows remain is not known before."""
 
@@ -1472,6 +1506,7 @@ WHOLE = [
     Hooked,
     AsksWhetherItIsCompiled,
     RetainedTwice,
+    ReturnsViews,
     Llama,
     pytest.param(GruCellOfOddWidth, marks=known("what eager writes over a part of a wider tensor is computed elsewhere")),
     pytest.param(CheckpointedBatchNorm, marks=known("the running statistics move once, and in eager mode twice")),
@@ -1503,7 +1538,7 @@ def test_whole_in_several_ways(make: type[Wild], plans: int, options: dict[str, 
 
 
 IN_PARTS = [
-    Nested, KeepsAGradient, CriticByHand,
+    Nested, KeepsAGradient, CriticByHand, ViewsOverABreak,
     BranchesOnItsLoss, LoopsAsTheBatchSays, PicksRows,
     LayerDropByPython, LayerDropByTorch, OwnGenerator,
     pytest.param(WeightsOnBothSides, marks=known(SUMS)),

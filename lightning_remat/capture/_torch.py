@@ -51,11 +51,12 @@ from torch._dynamo.utils import counters as dynamo_counters
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd.descriptors import PlainAOTOutput
+from torch._functorch._aot_autograd.descriptors import IntermediateBaseAOTOutput, PlainAOTOutput
 from torch._guards import Source
 from torch._inductor import config as inductor_config
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.function import BackwardCFunction
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import _disable_current_modes
@@ -78,6 +79,7 @@ __all__ = [
     "aot_backend",
     "boxed",
     "capture_failures",
+    "captured_node",
     "collected",
     "compile_frame",
     "computed",
@@ -508,22 +510,41 @@ def capture_failures() -> Counter[str]:
     return Counter(dynamo_counters["graph_break"]) + Counter(errors)
 
 
-def on_backward(outputs: Sequence[Any], told: Callable[[frozenset[int], Any], None]) -> None:
-    """Call ``told`` when a backward of ``outputs`` begins; gradients are enabled in it where it is to be differentiated.
+def on_backward(inputs: Sequence[Any], outputs: Sequence[Any], told: Callable[[frozenset[int], Any], None]) -> None:
+    """Call ``told`` when a backward begins of what a captured function made; gradients are enabled in it where it is to be
+    differentiated.
 
     It is told the positions of the outputs that the backward does not come through (their gradients are nothing, not zeros),
     and the node of autograd's graph.
     """
     nodes: dict[Any, list[tuple[int, int]]] = {}
+    before_it = {
+        None,
+        *(captured_node(value)[0] for value in inputs),
+    }  # of inputs that are handed out, and of views of them
     for position, output in enumerate(outputs):
-        if isinstance(output, torch.Tensor) and output.grad_fn is not None:
-            nodes.setdefault(output.grad_fn, []).append((position, output.output_nr))
+        node, number = captured_node(output)
+        if node not in before_it:
+            nodes.setdefault(node, []).append((position, number))
 
     def before(places: Sequence[tuple[int, int]], of: Callable[[], Any], gradients: Sequence[Any]) -> None:
         told(frozenset(position for position, number in places if gradients[number] is None), of())
 
     for node, places in nodes.items():  # a hook is the node's, and must not keep it alive
         node.register_prehook(functools.partial(before, places, weakref.ref(node)))
+
+
+def captured_node(output: Any) -> tuple[Any, int]:
+    """The node of autograd's graph that a captured function's output comes from, and the output's number there.
+
+    AOTAutograd makes outputs that share memory from one of them, outside of what it captures: between such a view and the
+    captured function are nodes of their own. ``None`` for what has no gradient or comes from no captured function.
+    """
+    node = output.grad_fn if isinstance(output, torch.Tensor) else None
+    number = output.output_nr if node is not None else 0
+    while node is not None and not isinstance(node, BackwardCFunction):
+        node, number = node.next_functions[0] if len(node.next_functions) == 1 else (None, 0)
+    return node, number
 
 
 def keep_saved(node: Any) -> None:
@@ -553,6 +574,8 @@ _saved_tensors = vars(torch._C._FunctionBase)["saved_tensors"].__get__
 def output_of_tangent(node: torch.fx.Node) -> int | None:
     """The position among a captured function's outputs of the one whose gradient a tangent is; ``None`` for others."""
     output = getattr(node.meta.get("desc"), "output", None)
+    if isinstance(output, IntermediateBaseAOTOutput):  # of several outputs that are views of one tensor
+        output = output.base_of
     return output.idx if isinstance(output, PlainAOTOutput) else None
 
 

@@ -598,7 +598,7 @@ class ScheduledStep:
             compare = graph.buffers.watch(args, copies, self.name or "captured graph")
             outputs = compiled(*(copies.get(i, value) for i, value in enumerate(args))) if copies else compiled(*args)
             internals.on_backward(
-                outputs, functools.partial(self._backward_begins, graph, compare, self.runs[number] == 1)
+                args, outputs, functools.partial(self._backward_begins, graph, compare, self.runs[number] == 1)
             )
             return outputs
 
