@@ -10,6 +10,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_remat.callbacks.deferred import Deferred
@@ -71,6 +73,7 @@ class TrainingStep:
             leave_alone=leave_alone,
             several_backwards=not module.automatic_optimization,
             agreement=agreement(trainer),
+            accumulates=lambda: self.guard is _unguarded and _adds_gradients_alone(trainer, module),
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,6 +144,14 @@ def _accumulates(trainer: pl.Trainer) -> bool:
     """Whether gradients are accumulated over batches, now or in an epoch to come."""
     schedulers = [c for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]  # type: ignore[attr-defined]
     return trainer.accumulate_grad_batches > 1 or any(max(s.scheduling.values()) > 1 for s in schedulers)
+
+
+def _adds_gradients_alone(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Whether each backward does nothing but add the step's gradients to those at hand."""
+    own = "backward" in vars(module) or type(module).backward is not pl.LightningModule.backward
+    plain = type(trainer.precision_plugin).backward is Precision.backward
+    single = isinstance(trainer.strategy, SingleDeviceStrategy)
+    return module.automatic_optimization and not own and plain and single and _accumulates(trainer)
 
 
 _NOTHING = object()

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -100,6 +100,16 @@ class CapturedGraph:
         return sum(self.graph.storages[s] for s in found)
 
     @functools.cached_property
+    def handed_over_bytes(self) -> int:
+        """Bytes of the gradients that are handed over as soon as they are made (see `from_joint`)."""
+        ops = [
+            op
+            for op, node in zip(self.graph.ops, self.nodes, strict=True)
+            if node and node.meta.get("remat_handed_over")
+        ]
+        return sum(self.graph.storages[self.graph.tensors[op.inputs[0]].storage] for op in ops)
+
+    @functools.cached_property
     def written(self) -> frozenset[Node]:
         """The primals that the step itself gives new values."""
         return frozenset(primal for _, primal in _new_values(self.module.graph, self.forward_outputs))
@@ -138,6 +148,7 @@ def from_joint(
     parameters: Sequence[bool] = (),
     name: str = "",
     autocast: Autocast = NO_AUTOCAST,
+    hand_over: Mapping[int, Callable[[torch.Tensor, int], torch.Tensor | None]] | None = None,
 ) -> CapturedGraph:
     """Read a joint graph.
 
@@ -148,6 +159,8 @@ def from_joint(
         parameters: for each primal, whether it is a parameter (missing ones are told apart by ``static_inputs`` alone).
         name: of the graph, for people.
         autocast: what autocast did while the graph was captured.
+        hand_over: by the position of a primal, what is given its gradient as soon as that is made, and the position. The
+            gradient is held no longer; what comes back is returned in its place.
 
     Raises:
         CaptureError: for a graph that holds something that cannot be scheduled, such as an op that overwrites its inputs.
@@ -161,6 +174,7 @@ def from_joint(
     _compact_losses(module.graph)
     outputs = tuple(module.graph.output_node().args[0])  # type: ignore[arg-type]
     _clone_overwritten_inputs(module.graph, outputs[:num_fwd_outputs])
+    _hand_over_gradients(module.graph, num_fwd_outputs, hand_over or {})
     outputs = tuple(module.graph.output_node().args[0])  # type: ignore[arg-type]
     forward_outputs, backward_outputs = outputs[:num_fwd_outputs], outputs[num_fwd_outputs:]
     symbols = symbols_among([n for n in module.graph.nodes if n.op == "placeholder"])
@@ -307,6 +321,27 @@ def _clone_overwritten_inputs(graph: torch.fx.Graph, forward_outputs: Sequence[A
         copy.meta["remat_once"] = True
         for user in readers:
             user.replace_input_with(node, copy)
+
+
+def _hand_over_gradients(
+    graph: torch.fx.Graph,
+    num_fwd_outputs: int,
+    hand_over: Mapping[int, Callable[[torch.Tensor, int], torch.Tensor | None]],
+) -> None:
+    """Gradients go to these functions where they are made; what they return is returned instead."""
+    output = graph.output_node()
+    outputs = list(output.args[0])  # type: ignore[arg-type]
+    for position, function in hand_over.items():
+        place = num_fwd_outputs + position
+        gradient = outputs[place]
+        if not is_tensor(gradient) or gradient.op != "call_function" or outputs.count(gradient) > 1:
+            continue
+        with graph.inserting_after(gradient):
+            handed = graph.call_function(function, (gradient, position))
+        handed.meta = {key: item for key, item in gradient.meta.items() if key not in ("val", "tensor_meta")}
+        handed.meta.update(val=gradient.meta["val"].new_empty(0), remat_once=True, remat_handed_over=True)
+        outputs[place] = handed
+    output.args = (tuple(outputs),)
 
 
 def _updated_in_place(graph: torch.fx.Graph, forward_outputs: Sequence[Any]) -> dict[Node, Node]:
@@ -578,7 +613,8 @@ class _Reader:
             overwritable=self._overwritable(node, outputs),
             module=module_path(node),
         )
-        return op, None if on is not None or not outputs else self._call(node)
+        free = on is not None or not outputs or node.meta.get("remat_handed_over")
+        return op, None if free else self._call(node)
 
     def _storage_of(self, node: Node) -> int:
         return self.tensor_list[self.node_tensor[node]].storage

@@ -33,7 +33,7 @@ import types
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ __all__ = [
     "Source",
     "TorchInGraphFunctionVariable",
     "VariableTracker",
+    "accumulates_into",
     "aot_backend",
     "boxed",
     "capture_failures",
@@ -93,8 +94,10 @@ __all__ = [
     "given_now",
     "guard_on",
     "hint",
+    "is_whole_function",
     "keep_saved",
     "largest",
+    "lead_only_to",
     "needs_kept",
     "on_backward",
     "output_of_tangent",
@@ -545,6 +548,38 @@ def captured_node(output: Any) -> tuple[Any, int]:
     while node is not None and not isinstance(node, BackwardCFunction):
         node, number = node.next_functions[0] if len(node.next_functions) == 1 else (None, 0)
     return node, number
+
+
+def accumulates_into(parameter: torch.Tensor) -> bool:
+    """Whether the backward that runs now adds to the parameter's gradient (``torch.autograd.grad`` does not)."""
+    if torch.is_grad_enabled():  # it is to be differentiated
+        return False
+    try:
+        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node))
+    except RuntimeError:  # "A leaf node was passed ... but we are currently running autograd.grad()"
+        return False
+
+
+def is_whole_function(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether no other graph of the same call leads to or from a captured one, as far as can be told while it is captured."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    whole = reason is not None and not reason.graph_break
+    return whole and not any(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in inputs)
+
+
+def lead_only_to(nodes: Collection[Any], leaves: Iterable[torch.Tensor]) -> bool:
+    """Whether a backward of these tensors adds to no gradient but through these nodes of autograd's graph."""
+    left = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
+    seen = set(nodes)
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        if not node.next_functions:  # adds to a gradient
+            return False
+        seen.add(node)
+        left.extend(following for following, _ in node.next_functions if following is not None)
+    return True
 
 
 def keep_saved(node: Any) -> None:

@@ -15,7 +15,7 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +29,7 @@ from lightning_remat.cost import CostCache, OpCost, cost_model
 from lightning_remat.errors import InfeasibleBudgetError, RematError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.lowering import lower
+from lightning_remat.planner._accumulate import Accumulator
 from lightning_remat.planner._agreement import Agreement
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._late import with_late_gradients
@@ -120,6 +121,7 @@ class _Graph:
         arguments: where its symbolic sizes stand among its arguments.
         sized: its plans, where it has symbolic sizes.
         buffers: those that change between a forward and its backward.
+        accumulator: takes its gradients as they are made, where it may.
         dropped: by the outputs that a backward does not come through, the gradients that are none then.
     """
 
@@ -131,6 +133,7 @@ class _Graph:
     versions: dict[int, int]
     plan: int
     buffers: MovingBuffers
+    accumulator: Accumulator | None = None
     arguments: tuple[int, ...] = ()
     sized: SizedPlans | None = None
     dropped: dict[frozenset[int], frozenset[int]] = dataclasses.field(default_factory=dict)
@@ -154,6 +157,8 @@ class ScheduledStep:
         leave_alone: run the function itself for shapes at which the plain step fits with room to spare.
         several_backwards: a call may be followed by several backwards, or hold them (manual optimization).
         agreement: with the other processes that train the same model; measures and plans each graph in one of them.
+        accumulates: asked when a graph is captured: whether its backward may add gradients to those at hand itself. Nothing
+            but ``Tensor.backward`` of what a call returns may follow it then.
 
     Attributes:
         plans: one a captured graph and shape, in the order of capture.
@@ -176,6 +181,7 @@ class ScheduledStep:
         leave_alone: bool = False,
         several_backwards: bool = False,
         agreement: Agreement | None = None,
+        accumulates: Callable[[], bool] = bool,
     ) -> None:
         self.function = function
         self.config = config
@@ -192,6 +198,7 @@ class ScheduledStep:
         self.leave_alone = leave_alone
         self.several_backwards = several_backwards
         self.agreement = agreement
+        self._accumulates = accumulates
         self._gave_up = False
         self._shapes: Shapes = ()
         self._batch: frozenset[int] = frozenset()  # ids of the present call's tensors
@@ -209,6 +216,7 @@ class ScheduledStep:
         self._joint_plans: Counter[Shapes] = Counter()
         self._search: tuple[Search, _Graph] | None = None
         self._to_search: list[_Graph] = []
+        self._nodes: set[Any] = set()  # of autograd's graph, made by the present call's graphs
         self._static = internals.compile_frame(function, self._backend)
         self._symbolic: Callable[..., Any] | None = internals.compile_frame(
             function, self._symbolic_backend, symbolic=True
@@ -222,6 +230,7 @@ class ScheduledStep:
         shapes = self._shapes = _shapes(leaves)
         self._batch = frozenset(map(id, leaves))
         self._call.clear()
+        self._nodes.clear()
         if shapes in self._fits_anyway:
             return self.function(*args, **kwargs)
         started, planning_seconds = time.monotonic(), self.planning_seconds
@@ -250,13 +259,35 @@ class ScheduledStep:
         if self._captured_now:
             self._captured(shapes, self._captured_now)
         path = tuple(graph for graph, _ in self._call)
-        if compiled is self._symbolic:
+        if not self._adds_gradients(result):
+            self._leave_gradients_to_autograd()
+        elif compiled is self._symbolic:
             self._after_symbolic(shapes)
         elif len(path) > 1 and (shapes, path) not in self._settled and shapes not in self._fits_anyway:
             self._plan_together(shapes, path)
         if self._captured_now:
             self.planning_seconds = planning_seconds + time.monotonic() - started
         return result
+
+    def _adds_gradients(self, result: Any) -> bool:
+        """Let a call's only graph add gradients itself, if it may; whether this is as foreseen when it was captured."""
+        accumulators = [graph.accumulator for graph, _ in self._call if graph.accumulator is not None]
+        if not accumulators:
+            return True
+        alone = len(self._call) == 1 and internals.lead_only_to(self._nodes, internals.tensor_leaves(result))
+        self._nodes.clear()
+        for accumulator in accumulators:
+            accumulator.alone = alone
+        return alone
+
+    def _leave_gradients_to_autograd(self) -> None:
+        """What is called from now on is captured anew, with all gradients returned."""
+        self._accumulates = bool
+        # Dynamo keeps what it captured for the same backend, and methods of one object are the same.
+        self._static = internals.compile_frame(self.function, functools.partial(self._backend))
+        if self._symbolic is not None:
+            backend = functools.partial(self._backend, symbolic=True)
+            self._symbolic = internals.compile_frame(self.function, backend, symbolic=True)
 
     def _captured(self, shapes: Shapes, numbers: Sequence[int]) -> None:
         """After a call that captured something: does the plain step fit anyway, or does every call capture again?"""
@@ -524,6 +555,8 @@ class ScheduledStep:
         }
         planned: list[tuple[CapturedGraph, ComputationGraph, Surroundings, int]] = []
         autocast = Autocast.around(module)
+        alone = self._accumulates() and internals.is_whole_function(module, inputs)
+        accumulator = Accumulator(inputs) if alone else None
 
         def partition(
             joint: torch.fx.GraphModule,
@@ -540,6 +573,7 @@ class ScheduledStep:
                 parameters=parameters,
                 name=self.name,
                 autocast=autocast,
+                hand_over=accumulator.hand_over if accumulator is not None else None,
             )
             if captured.symbols:
                 sizes = (captured.sizes.values[symbol] for symbol in captured.symbols)
@@ -571,7 +605,17 @@ class ScheduledStep:
         captured, problem, around, index = planned[0]
         buffers = MovingBuffers(captured, inputs)
         buffers.add(index, captured, self.plans[index].schedule)
-        graph = _Graph(captured, problem, weights, around, exchange, versions={index: 0}, plan=index, buffers=buffers)
+        graph = _Graph(
+            captured,
+            problem,
+            weights,
+            around,
+            exchange,
+            versions={index: 0},
+            plan=index,
+            buffers=buffers,
+            accumulator=accumulator,
+        )
         self._captured_now.append(index)
         if self._on_plan is not None:
             with internals.real_tensors():
@@ -597,8 +641,12 @@ class ScheduledStep:
             copies = graph.buffers.copies(args, number, self.runs[number], self._batch)
             compare = graph.buffers.watch(args, copies, self.name or "captured graph")
             outputs = compiled(*(copies.get(i, value) for i, value in enumerate(args))) if copies else compiled(*args)
+            added = {i: args[i] for i in accumulator.positions} if accumulator is not None else {}
+            if accumulator is not None:
+                accumulator.alone = False  # until it is known what the call returns
+                self._nodes.update(internals.captured_node(one)[0] for one in outputs)
             internals.on_backward(
-                args, outputs, functools.partial(self._backward_begins, graph, compare, self.runs[number] == 1)
+                args, outputs, functools.partial(self._backward_begins, graph, compare, added, self.runs[number] == 1)
             )
             return outputs
 
@@ -646,7 +694,13 @@ class ScheduledStep:
         )
 
     def _backward_begins(
-        self, graph: _Graph, compare: Callable[[], None], first: bool, unused: frozenset[int], node: Any
+        self,
+        graph: _Graph,
+        compare: Callable[[], None],
+        added: Mapping[int, torch.nn.Parameter],
+        first: bool,
+        unused: frozenset[int],
+        node: Any,
     ) -> None:
         """Of a graph, before anything of it has run.
 
@@ -663,6 +717,8 @@ class ScheduledStep:
         if unused not in graph.dropped:
             graph.dropped[unused] = graph.captured.gradients_without(unused) if unused else frozenset()
         graph.exchange.dropped = graph.dropped[unused]
+        if graph.accumulator is not None:
+            graph.accumulator.begin(added, graph.dropped[unused])
         if internals.needs_kept(node):
             self._give_up(
                 "two backwards come through one captured graph, each from a part of its outputs (such as one generated batch "

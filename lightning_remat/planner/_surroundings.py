@@ -72,7 +72,7 @@ class Surroundings:
         )
         # A tangent that is held to the end is no gradient of a parameter.
         tangents = {graph.tensors[t].storage for t in set(graph.backward_outputs) & set(graph.inputs)}
-        own = graph.gradient_bytes - sum(graph.storages[s] for s in tangents)
+        own = graph.gradient_bytes - sum(graph.storages[s] for s in tangents) + captured.handed_over_bytes
         old = max(0, own + others - made) if self.old_gradients else 0
         if self.accumulating:
             return graph.replace(resident_bytes=resident + old, forward_resident_bytes=0)
