@@ -8,6 +8,7 @@ import gc
 import itertools
 import logging
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -354,6 +355,11 @@ class TestCaptures:
                 assert torch.equal(step(inputs()), module(inputs()))
         assert [w.category for w in caught] == [RematWarning]
         assert "for the same shapes" in str(caught[0].message)
+        if not torch.__version__.startswith("2.11."):  # which does not say why it captured anew
+            assert re.search(
+                r"this did not hold at last: .*step.* == 3 .*test_rematerialize.py:\d+ in forward",
+                str(caught[0].message),
+            )
         assert step.runs == (MOST_CAPTURES + 1,)  # captured every time, planned once
 
     def test_a_branch_on_data_trains_exactly_in_parts(self, capfd: pytest.CaptureFixture[str]) -> None:

@@ -103,6 +103,7 @@ __all__ = [
     "output_of_tangent",
     "real_layouts",
     "real_tensors",
+    "recapture_reason",
     "running",
     "substitute",
     "tensor_leaves",
@@ -511,6 +512,18 @@ def capture_failures() -> Counter[str]:
     """Why Dynamo did not capture things, and how often, in this process so far; each reason begins with a line for people."""
     errors = [f"{m.fail_type}: {m.fail_reason}" for m in dynamo_utils.get_compilation_metrics() if m.fail_type]
     return Counter(dynamo_counters["graph_break"]) + Counter(errors)
+
+
+def recapture_reason(since: float) -> str:
+    """The condition that failed when a frame was captured anew since then (in seconds of ``time.time``), and the line of code
+    that it is for, in Dynamo's words; "" where they are not known.
+    """
+    recent = [
+        metrics for metrics in dynamo_utils.get_compilation_metrics() if (metrics.start_time_us or 0) >= since * 1e6
+    ]
+    reasons = [metrics.recompile_reason for metrics in recent if metrics.recompile_reason]
+    _number, _, condition = reasons[-1].splitlines()[0].partition(": ") if reasons else ("", "", "")
+    return " ".join(condition.split())
 
 
 def on_backward(inputs: Sequence[Any], outputs: Sequence[Any], told: Callable[[frozenset[int], Any], None]) -> None:

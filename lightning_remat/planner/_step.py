@@ -200,6 +200,7 @@ class ScheduledStep:
         self.agreement = agreement
         self._accumulates = accumulates
         self._gave_up = False
+        self._began = 0.0  # the present call, in seconds since the epoch
         self._shapes: Shapes = ()
         self._batch: frozenset[int] = frozenset()  # ids of the present call's tensors
         self._graphs: list[_Graph] = []
@@ -236,6 +237,7 @@ class ScheduledStep:
         started, planning_seconds = time.monotonic(), self.planning_seconds
         self._take_better_plans()
         self._captured_now.clear()
+        self._began = time.time()
         first = shapes not in self._static_shapes
         compiled, varying = self._compiled(shapes, leaves)
         tracing = internals.uncollected() if first and compiled is self._static else contextlib.nullcontext()
@@ -305,9 +307,11 @@ class ScheduledStep:
                 MANY_CAPTURES,
             )
         if self._captures[shapes] > MOST_CAPTURES:
+            condition = internals.recapture_reason(self._began)
+            words = f"this did not hold at last: {condition}" if condition else "such as a Python float"
             self._give_up(
                 f"it was captured {self._captures[shapes]} times for the same shapes, because it depends on a value that "
-                "changes from call to call (such as global_step); pass such a value as a tensor, or read it outside"
+                f"changes from call to call ({words}); pass such a value as a tensor, or read it outside"
             )
 
     def left_out(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[str]:
