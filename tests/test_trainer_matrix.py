@@ -125,7 +125,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "accumulation with mixed precision": {
         "accumulate_grad_batches": 3,
         "precision": "bf16-mixed",
-        "remat": callback(0.5, solver="auto"),
+        "remat": callback("min", solver="auto"),
     },
     "clipping by norm": {"gradient_clip_val": 0.1},
     "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},

@@ -534,13 +534,10 @@ def on_backward(inputs: Sequence[Any], outputs: Sequence[Any], told: Callable[[f
     and the node of autograd's graph.
     """
     nodes: dict[Any, list[tuple[int, int]]] = {}
-    before_it = {
-        None,
-        *(captured_node(value)[0] for value in inputs),
-    }  # of inputs that are handed out, and of views of them
+    earlier = {captured_node(value)[0] for value in inputs}  # what is handed out of these comes from elsewhere
     for position, output in enumerate(outputs):
         node, number = captured_node(output)
-        if node not in before_it:
+        if node is not None and node not in earlier:
             nodes.setdefault(node, []).append((position, number))
 
     def before(places: Sequence[tuple[int, int]], of: Callable[[], Any], gradients: Sequence[Any]) -> None:
