@@ -190,7 +190,7 @@ def test_what_the_forward_saved_is_not_overwritten() -> None:
     [
         ({"overwritable": (0,), "inputs": (0, 1)}, "must have the size of the output's"),
         ({"overwritable": (3,)}, "does not read"),
-        ({"overwritable": (1,), "outputs": ()}, "one output"),
+        ({"overwritable": (1,), "outputs": ()}, "its first output must lie on a storage of its own"),
     ],
 )
 def test_impossible_overwriting_is_refused(changes: dict[str, Any], message: str) -> None:

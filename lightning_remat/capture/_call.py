@@ -42,6 +42,16 @@ class TensorSpec:
         """Whether each element of the storage is one of the tensor's."""
         return self.span == math.prod(self.shape)
 
+    @property
+    def contiguous(self) -> bool:
+        """Whether the elements follow one another in memory, the last dimension's first."""
+        expected = 1
+        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and step != expected:
+                return 0 in self.shape
+            expected *= size
+        return True
+
 
 @dataclasses.dataclass(frozen=True)
 class OpCall:

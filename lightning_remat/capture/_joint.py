@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from lightning_remat.capture import _ops
+from lightning_remat.capture import _ops, _overwriting, _unread
 from lightning_remat.capture._autocast import NO_AUTOCAST, Autocast, share_casts
 from lightning_remat.capture._call import OpCall, TensorSpec
 from lightning_remat.capture._sizes import Sizes, Symbol, size_node, symbols_among, symbols_of, unlike_any
@@ -170,7 +170,9 @@ def from_joint(
     _sizes_from_symbols(module.graph)
     _split_dropout(module.graph)
     _split_convolution_backward(module.graph)
+    _let_go_of_unread(module.graph)
     _free_running_statistics(module.graph)
+    _give_batch_norm_memory(module.graph)
     _compact_losses(module.graph)
     outputs = tuple(module.graph.output_node().args[0])  # type: ignore[arg-type]
     _clone_overwritten_inputs(module.graph, outputs[:num_fwd_outputs])
@@ -259,7 +261,7 @@ def _split_convolution_backward(graph: torch.fx.Graph) -> None:
     """A convolution's backward becomes two calls: the gradients of its weights, and then that of its input.
 
     The kernels behind it are two in any case, and give the same bits alone. Together they hold the input, its gradient and
-    that of the output at once, the largest working set of most convolutional networks; apart, the input may go in between.
+    that of the output at once, the largest working set of most convolutional networks; apart, the input goes in between.
     """
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not aten.convolution_backward.default:
@@ -277,12 +279,39 @@ def _split_convolution_backward(graph: torch.fx.Graph) -> None:
         graph.erase_node(node)
 
 
+def _let_go_of_unread(graph: torch.fx.Graph) -> None:
+    """Ops on the CPU that read the shape of an input only are given a stand-in (see `_unread`)."""
+    symbols = symbols_among([n for n in graph.nodes if n.op == "placeholder"])
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not _unread.reads_shape_only(node):
+            continue
+        value = node.args[1].meta["val"]
+        if not _unread.available(value.device):
+            continue
+        with graph.inserting_before(node):
+            sizes = (tuple(size_node(graph, n, symbols) for n in one) for one in (value.shape, value.stride()))
+            other = graph.call_function(_unread.stand_in, (*sizes, value.dtype))
+        other.meta["val"] = value
+        node.update_arg(1, other)
+
+
 def _free_running_statistics(graph: torch.fx.Graph) -> None:
     """In training mode the backward of batch norm takes the running statistics and does not read them."""
     for node in graph.nodes:
         if node.op == "call_function" and node.target is aten.native_batch_norm_backward.default and node.args[7]:
             node.update_arg(3, None)
             node.update_arg(4, None)
+
+
+def _give_batch_norm_memory(graph: torch.fx.Graph) -> None:
+    """On the CPU, the backward of batch norm allocates one result instead of two, or none (see `batch_norm_backward`)."""
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is not aten.native_batch_norm_backward.default:
+            continue
+        grad, x = (TensorSpec.of(one.meta["val"], hint) for one in node.args[:2])
+        weight = node.args[2] and node.args[2].meta["val"].dtype
+        if node.args[9][0] and _overwriting.writes_where_told(grad, x, weight):
+            node.target = _overwriting.batch_norm_backward
 
 
 def _compact_losses(graph: torch.fx.Graph) -> None:
@@ -358,7 +387,7 @@ def _updated_in_place(graph: torch.fx.Graph, forward_outputs: Sequence[Any]) -> 
         if set(value.users) != {output} or forward_outputs.count(value) > 1 or value.op != "call_function":
             continue
         made = _producer(value)
-        if made is value and _ops.counts_in_place(value, primal) and set(primal.users) == {value}:
+        if made is value and _overwriting.counts_in_place(value, primal) and set(primal.users) == {value}:
             found[value] = primal
         elif _ops.is_training_batch_norm(made.target, made.args) and primal in made.args[3:5]:
             statistics.setdefault(made, []).append((value, primal))
@@ -620,23 +649,34 @@ class _Reader:
         return self.tensor_list[self.node_tensor[node]].storage
 
     def _overwritable(self, node: Node, outputs: Sequence[int]) -> tuple[int, ...]:
-        """Inputs whose memory an elementwise op's result may take: of its own shape and strides, alone on their storage.
+        """Inputs whose memory an op's first result may take: of its own shape and strides, alone on their storage.
 
         Not what is handed in or out: the caller's tensors are its own, and a result that is handed out is no view.
         """
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or len(outputs) != 1 or node in self.handed_out:
+        value, made = node.meta.get("val"), node
+        if isinstance(value, (tuple, list)):
+            items = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]
+            if len(items) != 1:
+                return ()
+            value, made = value[0], items[0]
+        if not isinstance(value, torch.Tensor) or not outputs or made in self.handed_out:
             return ()
-        read = [self.tensor_list[self.node_tensor[n]].storage for n in node.all_input_nodes if n in self.node_tensor]
+        sources = [n for n in node.all_input_nodes if n in self.node_tensor]
+        if _overwriting.reads_rows(node.target) and not all(
+            TensorSpec.of(n.meta["val"], self.sizes).contiguous for n in sources
+        ):
+            return ()
+        read = [self.tensor_list[self.node_tensor[n]].storage for n in sources]
         found: dict[int, None] = {}
-        for source in node.all_input_nodes:
-            t = self.node_tensor.get(source)
-            if t is None or self.tensor_list[t].role is not TensorRole.INTERMEDIATE or source.op != "call_function":
+        for source in sources:
+            t = self.node_tensor[source]
+            if self.tensor_list[t].role is not TensorRole.INTERMEDIATE or source.op != "call_function":
                 continue
             storage, given = self.tensor_list[t].storage, source.meta["val"]
             alone = read.count(storage) == 1 and storage not in self.given_storages
             fits = alone and self.sizes(given.storage_offset()) == 0 and self._alike(value, given, storage)
-            if fits and _ops.overwriting(node.target, source is node.args[0]) is not None:
+            position = next((i for i, arg in enumerate(node.args) if arg is source), -1)
+            if fits and _overwriting.overwriting(node.target, position, value.device.type) is not None:
                 found[t] = None
         return tuple(found)
 
@@ -668,8 +708,13 @@ class _Reader:
 
 
 def _computes(node: Node) -> bool:
-    """Whether a node is an op of the schedule: it makes tensors. (Sizes and items of tuples are made where they are used.)"""
-    return node.target is not operator.getitem and isinstance(node.meta.get("val"), (torch.Tensor, tuple, list))
+    """Whether a node is an op of the schedule: it makes tensors.
+
+    Sizes, items of tuples and tensors without memory are made where they are used.
+    """
+    return node.target not in (operator.getitem, _unread.stand_in) and isinstance(
+        node.meta.get("val"), (torch.Tensor, tuple, list)
+    )
 
 
 def _producer(node: Node) -> Node:

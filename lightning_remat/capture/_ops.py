@@ -60,45 +60,6 @@ def mutates(target: Any) -> bool:
     return isinstance(target, OpOverload) and target._schema.is_mutable
 
 
-@functools.cache
-def overwriting(target: Any, first: bool) -> tuple[OpOverload, str] | None:
-    """The form of an elementwise op that writes its result over an input, with bits equal to the op's own.
-
-    Args:
-        target: the op.
-        first: whether that input is the op's first argument.
-
-    Returns:
-        The overload, and the name of the argument that takes the memory to write to ("" where it is the first argument
-        itself); ``None`` where there is no such form, or where torch only makes it up (computes elsewhere, and copies).
-    """
-    if not isinstance(target, OpOverload) or torch.Tag.pointwise not in target.tags:
-        return None
-    if target is aten.mul.Scalar:  # `mul_` changes the order of the two, and rounds the number to half precision first
-        return aten.mul.out, "out"
-    wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
-    packet = target.overloadpacket
-    for form in (getattr(packet, name) for name in packet.overloads()):
-        written = [a for a in form._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        others = [(a.name, str(a.type)) for a in form._schema.arguments if a not in written]
-        if len(written) == 1 and others == wanted and torch.Tag.generated not in form.tags:
-            return form, written[0].name
-    in_place = getattr(aten, f"{target._schema.name.removeprefix('aten::')}_", None)
-    for form in [getattr(in_place, name) for name in in_place.overloads()] if in_place is not None and first else []:
-        arguments = form._schema.arguments
-        if [(a.name, str(a.type)) for a in arguments] == wanted and torch.Tag.generated not in form.tags:
-            return form, ""
-    return None
-
-
-def counts_in_place(node: torch.fx.Node, over: torch.fx.Node) -> bool:
-    """Whether ``node`` computes whole numbers of ``over``, elementwise, and can write them there."""
-    made, read = node.meta["val"], over.meta["val"]
-    same = (made.dtype, made.shape, made.stride()) == (read.dtype, read.shape, read.stride())
-    whole = same and not made.dtype.is_floating_point and not made.dtype.is_complex
-    return whole and node.all_input_nodes == [over] and overwriting(node.target, node.args[0] is over) is not None
-
-
 def is_padded(target: Any) -> bool:
     """Whether a scalar that the op returns lies on a far larger storage."""
     return target in _PADDED

@@ -13,6 +13,7 @@ What is used and why:
   and its answers to code that asks whether it is compiled, or for the values of a mask (see `_masks`).
 * Dynamo's sources and guards: what such an answer rests on is asked again in every step.
 * ``distributed_c10d._get_default_store``: where processes that train together leave notes for each other.
+* ``TorchDispatchMode`` and an op's kernel for one device: a kernel's result on memory that is given to it.
 * ``torch.utils._sympy``: the arithmetic of symbolic sizes, as numbers and as nodes of a graph.
 * ``fx.experimental._config``: sizes that happen to be equal are told apart.
 * AOTAutograd's descriptors of inputs and outputs: which output a tangent belongs to, and what is written back.
@@ -42,7 +43,7 @@ import torch
 import torch._dynamo
 import torch.distributed
 import torch.fx
-from torch._C import DispatchKey
+from torch._C import DispatchKey, DispatchKeySet
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.guards import install_guard
@@ -59,7 +60,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.function import BackwardCFunction
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.graph import _BoxedCodeGen
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
@@ -104,6 +105,7 @@ __all__ = [
     "real_layouts",
     "real_tensors",
     "recapture_reason",
+    "run_on_cpu",
     "running",
     "substitute",
     "tensor_leaves",
@@ -220,6 +222,39 @@ def fake_tensors() -> contextlib.AbstractContextManager[Any]:
 def real_tensors() -> contextlib.AbstractContextManager[Any]:
     """Leave fake tensor mode: tensors made inside are real."""
     return _disable_current_modes()
+
+
+class _GivenMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While a kernel runs: whatever it allocates in the likeness of ``like`` is one and the same tensor.
+
+    Attributes:
+        memory: that tensor: the one given, or else the first that is allocated.
+    """
+
+    def __init__(self, like: torch.Tensor, memory: torch.Tensor | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.like, self.memory = like, memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        del types
+        alike = func is torch.ops.aten.empty_like.default and args[0] is self.like
+        if alike and self.memory is not None:
+            return self.memory
+        result = func(*args, **(kwargs or {}))
+        if alike:
+            self.memory = result
+        return result
+
+
+_CPU = DispatchKeySet(DispatchKey.CPU)
+
+
+def run_on_cpu(op: OpOverload, args: tuple[Any, ...], *, like: torch.Tensor, memory: torch.Tensor | None) -> Any:
+    """Call an op's kernel for the CPU. All that it allocates in the likeness of ``like`` is ``memory``, where that is given,
+    and one tensor in any case.
+    """
+    with _GivenMemory(like, memory):
+        return op.redispatch(_CPU, *args)
 
 
 _OPERATOR = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")

@@ -83,7 +83,8 @@ class Op:
         random: draws random numbers; its first evaluations keep the captured order, later ones replay its numbers.
         recomputable: may be evaluated more than once.
         mutates: tensor indices (among ``inputs``) whose storage is overwritten in place.
-        overwritable: tensor indices (among ``inputs``) whose storage the result may take when nothing needs them any more.
+        overwritable: tensor indices (among ``inputs``) whose storage the first result may take when nothing needs them
+            any more.
         module: the user's module path, such as ``"transformer.h.3.mlp"`` ("" where it is unknown).
     """
 
@@ -413,15 +414,15 @@ def _check(graph: ComputationGraph) -> None:
 
 
 def _check_overwritable(graph: ComputationGraph, op: Op) -> None:
-    """A result may take the storage of an input of its size, which the op reads through that one tensor only."""
+    """An op's first result may take the storage of an input of its size, which the op reads through that one tensor only."""
     if not op.overwritable:
         return
     if not set(op.overwritable) <= set(op.inputs):
         raise GraphError(f"op {op.name} may overwrite a tensor that it does not read")
     storages = [graph.tensors[t].storage for t in op.inputs]
     own = [graph.tensors[t].storage for t in op.outputs]
-    if len(own) != 1 or own[0] in storages:
-        raise GraphError(f"op {op.name} may overwrite an input: it must have one output, on a storage of its own")
+    if not own or own[0] in storages or own.count(own[0]) != 1:
+        raise GraphError(f"op {op.name} may overwrite an input: its first output must lie on a storage of its own")
     for t in op.overwritable:
         storage = graph.tensors[t].storage
         if graph.storages[storage] != graph.storages[own[0]] or storages.count(storage) != 1:

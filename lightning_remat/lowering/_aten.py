@@ -16,6 +16,7 @@ import torch.fx
 
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.capture import _ops as ops
+from lightning_remat.capture._overwriting import overwriting
 from lightning_remat.capture._torch import Modules
 from lightning_remat.errors import ScheduleError
 from lightning_remat.graph import Op, TensorRole
@@ -115,8 +116,10 @@ def _needed_from_forward(captured: CapturedGraph, schedule: Schedule, replayed: 
             return
         if node.op == "get_attr":
             return
-        if node.op == "call_function" and not _is_tensor(node):
-            for source in node.all_input_nodes:  # sizes are computed again from what they come from
+        if node.op == "call_function" and node not in captured.node_tensor:
+            for (
+                source
+            ) in node.all_input_nodes:  # sizes are computed again from what they come from, stand-ins from sizes
                 need(source)
             return
         found[node] = None
@@ -171,10 +174,6 @@ def _lying_with(captured: CapturedGraph, tensor: int) -> tuple[int, ...]:
     """All tensors on one storage."""
     graph = captured.graph
     return graph.tensors_on[graph.tensors[tensor].storage]
-
-
-def _is_tensor(node: Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def _same_tensor_present(captured: CapturedGraph, node: Node, present: set[Node]) -> bool:
@@ -302,8 +301,8 @@ class _Writer:
         return form
 
     def _written_over(self, node: Node, over: int, kwargs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-        first = self.captured.node_tensor.get(node.args[0]) == over  # type: ignore[arg-type]
-        form = ops.overwriting(node.target, first)
+        tensors = [self.captured.node_tensor.get(arg) if isinstance(arg, Node) else None for arg in node.args]
+        form = overwriting(node.target, tensors.index(over) if over in tensors else -1)
         if form is None:
             raise ScheduleError(f"{node.name} cannot overwrite its input: the schedule was not verified")
         target, out = form
