@@ -317,6 +317,16 @@ def _mobilenet(*, batch: int, side: int) -> _Made:
     )
 
 
+def _mobilenet_v1(*, batch: int, side: int) -> _Made:
+    from transformers import MobileNetV1Config, MobileNetV1ForImageClassification
+
+    config = MobileNetV1Config(image_size=side)
+    config.num_labels = _LABELS
+    description = f"MobileNetV1 as published (ReLU6, not in place; TensorFlow's padding): {batch} x {side}² images"
+    model = Classification(MobileNetV1ForImageClassification(config))
+    return description, model, _images(batch, side), ("MobileNetV1ConvLayer",)
+
+
 _GPT2_SIZES: Mapping[str, dict[str, Any]] = {
     "cpu": {"layers": 8, "width": 256, "heads": 8, "vocabulary": 4000, "length": 256, "batch": 4},
     "gpu": {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50257, "length": 1024, "batch": 16},
@@ -400,5 +410,9 @@ _FACTORIES: Mapping[str, tuple[Callable[..., _Made], Mapping[str, dict[str, Any]
     "mobilenet": (
         _mobilenet,
         {"cpu": {"batch": 8, "side": 224}, "gpu": {"batch": 256, "side": 224}, "tiny": {"batch": 1, "side": 224}},
+    ),
+    "mobilenet-v1": (
+        _mobilenet_v1,
+        {"cpu": {"batch": 8, "side": 224}, "gpu": {"batch": 256, "side": 224}, "tiny": {"batch": 2, "side": 32}},
     ),
 }

@@ -117,9 +117,7 @@ def _needed_from_forward(captured: CapturedGraph, schedule: Schedule, replayed: 
         if node.op == "get_attr":
             return
         if node.op == "call_function" and node not in captured.node_tensor:
-            for (
-                source
-            ) in node.all_input_nodes:  # sizes are computed again from what they come from, stand-ins from sizes
+            for source in node.all_input_nodes:  # sizes are computed again from what they come from, and stand-ins so
                 need(source)
             return
         found[node] = None
