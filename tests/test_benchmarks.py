@@ -231,7 +231,7 @@ class TestVerdict:
         assert cheapest_of_any_order(Problem(unit_chain(4)), 4) < float("inf")
 
 
-@pytest.mark.parametrize("name", ["t5"])
+@pytest.mark.parametrize("name", ["t5", "mobilenet-v1"])
 def test_the_networks_are_one_graph_each(name: str) -> None:
     pytest.importorskip("transformers")
     methods = [

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,9 @@ def test_scalars_picture_and_plan_in_weights_and_biases(tmp_path, monkeypatch):
     pictures = list(files.rglob("media/images/remat/memory_timeline*.png"))
     assert len(pictures) == len(remat.plans)
     (record,) = files.parent.glob("*.wandb")
+    deadline = time.monotonic() + 30
+    while b"plan-1.json" not in record.read_bytes() and time.monotonic() < deadline:
+        time.sleep(0.1)  # a process of its own writes the record
     said = record.read_bytes()
     assert b"remat_plan" in said and b"plan-1.json" in said
 
