@@ -27,6 +27,9 @@ Node = torch.fx.Node
 WORTH_DRAWING_AGAIN = 256 * 1024
 """Bytes that a random op must make for it to be evaluated a second time (the state it needs takes 5 kB on the CPU)."""
 
+SMALL_BATCH_NORM = 8
+"""A batch norm is small where its input has less than one such part of the bytes of the largest one's."""
+
 
 @dataclasses.dataclass(frozen=True)
 class CapturedGraph:
@@ -304,13 +307,19 @@ def _free_running_statistics(graph: torch.fx.Graph) -> None:
 
 
 def _give_batch_norm_memory(graph: torch.fx.Graph) -> None:
-    """On the CPU, the backward of batch norm allocates one result instead of two, or none (see `batch_norm_backward`)."""
+    """On the CPU, the backward of batch norm allocates one result instead of two, or none (see `batch_norm_backward`).
+
+    Those of small tensors stay as they are: that call takes longer, and no peak is theirs.
+    """
+    found: dict[Node, int] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or node.target is not aten.native_batch_norm_backward.default:
-            continue
-        grad, x = (TensorSpec.of(one.meta["val"], hint) for one in node.args[:2])
-        weight = node.args[2] and node.args[2].meta["val"].dtype
-        if node.args[9][0] and _overwriting.writes_where_told(grad, x, weight):
+        if node.op == "call_function" and node.target is aten.native_batch_norm_backward.default and node.args[9][0]:
+            grad, x = (TensorSpec.of(one.meta["val"], hint) for one in node.args[:2])
+            weight = node.args[2] and node.args[2].meta["val"].dtype
+            if _overwriting.writes_where_told(grad, x, weight):
+                found[node] = x.nbytes
+    for node, nbytes in found.items():
+        if nbytes * SMALL_BATCH_NORM >= max(found.values()):
             node.target = _overwriting.batch_norm_backward
 
 

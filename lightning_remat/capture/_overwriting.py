@@ -123,7 +123,7 @@ def batch_norm_backward(
     op = aten.native_batch_norm_backward.default
     if any(type(one) is not torch.Tensor for one in (grad, x)):  # a fake tensor has no memory
         return op(grad, x, *args)  # type: ignore[no-any-return]
-    alike = grad.stride() == x.stride() and _layout(x) is not None
+    alike = grad.stride() == x.stride() and (x.is_contiguous() or _layout(x) is not None)
     dx, *others = run_on_cpu(op, (grad, x, *args), like=x, memory=out if alike else None)
     return (dx if out is None or dx is out else out.copy_(dx), *others)
 
