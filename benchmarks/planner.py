@@ -31,9 +31,6 @@ TARGETS = {"GPT 24": 10, "GPT 96": 30, "Transformer 6-6": 15, "Transformer 36-36
 HALF = {"VGG16": 256, "ResNet50": 256, "MobileNet": 512, "U-Net": 32}
 """Checkmate's networks at half of their activations, with its costs (FLOPs), and their batches."""
 
-MORE_SHARES = {"VGG16": (0.55,)}
-"""Where no schedule can keep to half of them: the next share that one can."""
-
 GPT = "GPT 12"
 METHODS = (
     *("moments", "crossing", "descent", "rotor", "hiremate", "greedy", "treewidth", "lp_rounding", "h_ilp"),
@@ -83,12 +80,10 @@ def run(quick: bool, console: Console) -> dict[str, Any]:
     names = ("UNet", "MLP-Mixer", "FNO 1d") if quick else tuple(PAPER_RESULTS)
     methods = METHODS[:2] if quick else METHODS
     twelve = [at_the_papers_budget(name, methods) for name in track(names, "HiRemate's networks", console=console)]
-    halves = [
-        (name, share) for name in (["VGG16"] if quick else [*HALF, GPT]) for share in (0.5, *MORE_SHARES.get(name, ()))
-    ]
+    halves = ["VGG16"] if quick else [*HALF, GPT]
     return {
         "twelve": twelve,
-        "half": [at_half(*one) for one in track(halves, "at half", console=console)],
+        "half": [at_half(one) for one in track(halves, "at half", console=console)],
         "time_limit": SECONDS,
     }
 
