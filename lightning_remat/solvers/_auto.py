@@ -90,7 +90,7 @@ def auto(
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
         deadline: `time.monotonic` at which to stop.
-        seconds: how long to search; ``None`` for what usually pays (`usual_seconds`). "hiremate" gets as much again.
+        seconds: how long to search; ``None`` for what usually pays (`usual_seconds`). "hiremate" gets half as much again.
         exact_up_to: nodes up to which Checkmate's program is solved whole.
         exact_seconds: the most that Checkmate's program may take here; method ``"milp"`` takes the whole time limit.
         improvements: how many of the cheapest schedules are improved, half as many again each time.
@@ -186,7 +186,7 @@ class _Portfolio:
         if self.gap() > OPEN_GAP:
             self.attempt("descent", until)
         if exact_up_to < size <= HIREMATE_UP_TO and self.found and self.gap() > WIDE_GAP:
-            self.attempt("hiremate", min(self.deadline, time.monotonic() + span))
+            self.attempt("hiremate", min(self.deadline, time.monotonic() + 0.5 * span))
         for method in OTHERWISE:
             if not self.found and time.monotonic() < self.deadline:
                 self.attempt(method, 0.5 * (self.deadline + time.monotonic()))
