@@ -53,7 +53,8 @@ def test_a_wide_layers_gradient_waits_for_the_activations_to_go(
         with monkeypatch.context() as patch:
             if not late:
                 patch.setattr(_step, "with_late_gradients", lambda captured: captured)
-            step = rematerialize(module, budget=budget, old_gradients=False, time_limit=3.0)
+            # At the smallest peak a solver may find by itself that the gradient can wait: without, it is not scheduled.
+            step = rematerialize(module, budget=budget if late else 1.0, old_gradients=False, time_limit=3.0)
             assert all(map(torch.equal, expected, steps(step, module, images)))
         assert step.failures == () and step.plan is not None
 
@@ -67,10 +68,8 @@ def test_a_wide_layers_gradient_waits_for_the_activations_to_go(
         plans.append(step.plan)
     weight = original.head[0].weight.nbytes
     assert plans[1].baseline_peak_bytes < plans[0].baseline_peak_bytes
-    assert plans[0].baseline_peak_bytes - plans[1].predicted_peak_bytes > 0.9 * weight
-    assert plans[0].baseline_peak_bytes - peaks[1] > 0.9 * weight
-    if budget == 1.0:  # at the smallest peak, a solver may find by itself that the gradient can wait
-        assert peaks[0] - peaks[1] > 0.9 * weight
+    assert plans[0].predicted_peak_bytes - plans[1].predicted_peak_bytes > 0.9 * weight
+    assert peaks[0] - peaks[1] > 0.9 * weight
     for plan, peak in zip(plans, peaks, strict=True):
         assert 0.95 * plan.predicted_peak_bytes <= peak <= plan.budget_bytes
     order = [plans[1].graph.ops[one.op] for one in plans[1].schedule.steps if isinstance(one, Compute)]

@@ -318,8 +318,9 @@ def _give_batch_norm_memory(graph: torch.fx.Graph) -> None:
             weight = node.args[2] and node.args[2].meta["val"].dtype
             if _overwriting.writes_where_told(grad, x, weight):
                 found[node] = x.nbytes
+    largest = max(found.values(), default=0)
     for node, nbytes in found.items():
-        if nbytes * SMALL_BATCH_NORM >= max(found.values()):
+        if nbytes * SMALL_BATCH_NORM >= largest:
             node.target = _overwriting.batch_norm_backward
 
 
