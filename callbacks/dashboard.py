@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning_utilities.core.rank_zero import rank_zero_info
 from rich.console import Console
 
 from lightning_remat.errors import RematError
+from lightning_remat.measure import PeakMemory
 from lightning_remat.planner import Plan, RematWarning
 from lightning_remat.report import plan_table, timeline_figure
 
@@ -24,23 +26,52 @@ TABLE_WIDTH = 130
 
 def plan_metrics(plan: Plan) -> dict[str, float]:
     """Scalars of a plan, units in their names."""
-    return {
+    reserved = (
+        {"remat/predicted_reserved_GiB": plan.predicted_reserved_bytes / GIB} if plan.footprint is not None else {}
+    )
+    return reserved | {
         "remat/baseline_peak_GiB": plan.baseline_peak_bytes / GIB,
         "remat/budget_GiB": plan.budget_bytes / GIB,
-        "remat/predicted_peak_GiB": plan.predicted_peak_bytes / GIB,
+        "remat/predicted_peak_GiB": plan.predicted_allocated_bytes / GIB,
         "remat/predicted_saving_percent": 100 * plan.saving,
         "remat/predicted_overhead_percent": 100 * plan.overhead,
         "remat/planning_seconds": plan.cost_seconds + plan.solve_seconds,
     }
 
 
-def measured_metrics(plan: Plan, measured_bytes: int) -> dict[str, float]:
-    """Scalars of a measured step, units in their names."""
+def measured_metrics(plan: Plan, measured_bytes: int, reserved_bytes: int | None = None) -> dict[str, float]:
+    """Scalars of a measured step, units in their names; what was reserved where there is a caching allocator."""
     saving = 1 - measured_bytes / plan.baseline_peak_bytes if plan.baseline_peak_bytes else 0.0
-    return {
+    reserved = {"remat/measured_reserved_GiB": reserved_bytes / GIB} if reserved_bytes is not None else {}
+    return reserved | {
         "remat/measured_peak_GiB": measured_bytes / GIB,
         "remat/measured_saving_percent": 100 * saving,
     }
+
+
+OVER = 0.01
+"""Share of what was predicted that a measured step may take more, before it is said."""
+
+
+def over_prediction(plan: Plan, peak: PeakMemory, measured_bytes: int) -> str:
+    """What a measured step took more than its plan says, in words, and what to do about it; "" where it did not.
+
+    Segments that were there before the step (a validation's, say) are not its own.
+    """
+    over = []
+    if measured_bytes > (1 + OVER) * plan.predicted_allocated_bytes:
+        over.append(f"{measured_bytes:,} bytes where {plan.predicted_allocated_bytes:,} were predicted")
+    reserved = peak.reserved_bytes if peak.reserved_more and plan.footprint is not None else None
+    if reserved is not None and reserved > (1 + OVER) * plan.predicted_reserved_bytes:
+        over.append(f"{reserved:,} bytes of reserved memory where {plan.predicted_reserved_bytes:,} were predicted")
+    if not over:
+        return ""
+    return (
+        f"a step of {plan.graph.name or 'the scheduled function'} took {' and '.join(over)}, so that it may be over its budget "
+        f"of {plan.budget_bytes:,}. If something of your own holds memory during the step, name its size as "
+        "RematCallback(reserve=...); otherwise please report this, with the plan that is saved as remat/plan-*.json in the log "
+        f"directory, torch {torch.__version__}, and the device's name"
+    )
 
 
 def log_metrics(trainer: pl.Trainer, metrics: dict[str, float]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from lightning_remat.callbacks.config import RematCallbackConfig
 from lightning_remat.callbacks.dashboard import (
     log_metrics,
     measured_metrics,
+    over_prediction,
     plan_folder,
     plan_metrics,
     show_plan,
@@ -35,6 +37,9 @@ from lightning_remat.planner import Plan, RematWarning, ScheduledStep
 
 DDP_SETTLES = 2
 """Steps after which DDP has made its buckets anew, in the order in which gradients come: not steps like the others."""
+
+FIRST_STEPS = 3
+"""Steps that are measured after each new plan, on CUDA: there the allocator itself keeps its peaks."""
 
 SHOWN = 3
 """Parameters that a warning names."""
@@ -58,6 +63,8 @@ class RematCallback(Callback):
         margin: share of the device that ``"auto"`` leaves unused.
         background: begin to train on the first plan, made in about two seconds, while a process of its own searches on for
             the rest of ``time_limit``; a cheaper plan is swapped in between two steps, with the same results.
+        allocator: ``"auto"`` switches expandable segments on (or reserves memory in one piece) during the fit, where a CUDA
+            device's caching allocator would reserve more otherwise; ``"leave"`` leaves it alone.
         reserve: bytes that something else will need on the device during a step (an EMA copy, say).
         solver_options: options of the solver.
         measure: measure the peak of the step after each new plan, and at every logging interval. On the CPU the measured
@@ -92,6 +99,7 @@ class RematCallback(Callback):
         cost_model: str = "profile",
         margin: float = 0.05,
         background: bool = False,
+        allocator: str = "auto",
         reserve: int = 0,
         solver_options: Mapping[str, Any] | None = None,
         measure: bool = True,
@@ -107,6 +115,7 @@ class RematCallback(Callback):
                 "cost_model": cost_model,
                 "margin": margin,
                 "background": background,
+                "allocator": allocator,
                 "reserve": reserve,
                 "solver_options": dict(solver_options or {}),
                 "measure": measure,
@@ -119,10 +128,11 @@ class RematCallback(Callback):
         self._step: ScheduledStep | None = None  # kept after the fit: its plans can be read
         self._announced = 0
         self._batches, self._told = 0, False
-        self._measure_next = False
+        self._measure_next = 0  # steps
+        self._over = False  # it was said that a step took more than predicted
         self._limit: int | float | None = None  # `limit_train_batches`, while nothing is trained
         self._tracker = contextlib.ExitStack()
-        self._tracked: tuple[PeakMemory, int] | None = None
+        self._tracked: tuple[PeakMemory, int, int] | None = None  # with what is held, and how often plans had run
 
     @classmethod
     def from_config(cls, source: Mapping[str, Any] | str | Path) -> RematCallback:
@@ -222,7 +232,8 @@ class RematCallback(Callback):
         self, trainer: pl.Trainer, module: pl.LightningModule, progress: Callable[[str], None]
     ) -> TrainingStep | None:
         """The step of a new fit; ``None``, with a warning, where it cannot be scheduled."""
-        self._step, self._announced, self._measure_next, self.measured_peak_bytes = None, 0, False, None
+        self._step, self._announced, self._measure_next, self.measured_peak_bytes = None, 0, 0, None
+        self._over = False
         self._batches, self._told = 0, False
         self._folder = plan_folder(trainer)
         if "dataloader_iter" in inspect.signature(module.training_step).parameters:
@@ -254,7 +265,7 @@ class RematCallback(Callback):
         device = trainer.strategy.root_device
         held = held_on_device(trainer, pl_module, batch)
         peak = self._tracker.enter_context(track_peak(device))
-        self._tracked = (peak, held)
+        self._tracked = peak, held, sum(self._step.runs)
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -290,7 +301,8 @@ class RematCallback(Callback):
         if self._step is None:
             return
         for number, plan in enumerate(self._step.plans[self._announced :], start=self._announced + 1):
-            self._measure_next = True  # the next step of this kind: this one was disturbed by planning
+            # The next step of this kind: this one was disturbed by planning. Where it costs nothing, a few of them.
+            self._measure_next = FIRST_STEPS if trainer.strategy.root_device.type == "cuda" else 1
             if number == 1:
                 show_plan(trainer, plan)
             else:
@@ -316,15 +328,20 @@ class RematCallback(Callback):
     def _end_tracking(self, trainer: pl.Trainer) -> None:
         if self._tracked is None or self._step is None:
             return
-        peak, held = self._tracked
+        peak, held, runs = self._tracked
         self._stop_tracking()
         plan = self._step.last_plan
         if peak.peak_bytes is None or plan is None:
             return
-        self._measure_next = False
-        measured = held + peak.peak_bytes
+        self._measure_next = max(0, self._measure_next - 1)
+        measured = held + peak.peak_bytes if peak.allocated_bytes is None else peak.allocated_bytes
         self.measured_peak_bytes = max(measured, self.measured_peak_bytes or 0)
-        log_metrics(trainer, measured_metrics(plan, measured))
+        log_metrics(trainer, measured_metrics(plan, measured, peak.reserved_bytes))
+        scheduled = sum(self._step.runs) > runs  # not the plain step, where that fits
+        over = over_prediction(plan, peak, measured) if scheduled else ""
+        if over and not self._over:
+            self._over = True
+            warnings.warn(over, RematWarning, stacklevel=2)
 
     def _stop_tracking(self) -> None:
         self._tracked = None

@@ -14,6 +14,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
+from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.callbacks.deferred import Deferred
 from lightning_remat.callbacks.distributed import (
     agreed_config,
@@ -73,6 +74,7 @@ class TrainingStep:
             leave_alone=leave_alone,
             several_backwards=not module.automatic_optimization,
             agreement=agreement(trainer),
+            reserved=parse_budget(config.budget).kind is BudgetKind.AUTO,  # also where all processes agreed on a size
             accumulates=lambda: self.guard is _unguarded and _adds_gradients_alone(trainer, module),
         )
 
@@ -130,13 +132,15 @@ def surroundings(trainer: pl.Trainer, module: pl.LightningModule, reserve: int =
     """What the device holds: the module, its gradients, what reduces them, and the optimizers' state."""
     device = trainer.strategy.root_device
     in_buckets = gradients_in_buckets(trainer)  # gradients take nothing beside the buckets then
+    state = optimizer_state_bytes(trainer.optimizers, device)
     return Surroundings(
         module_bytes=held_bytes(module, device=device),
         trainable_bytes=held_bytes([p for p in module.parameters() if p.requires_grad], device=device),
-        resident_bytes=optimizer_state_bytes(trainer.optimizers, device) + bucket_bytes(trainer) + reserve,
+        resident_bytes=state + bucket_bytes(trainer) + reserve,
         old_gradients=not in_buckets,
         accumulating=_accumulates(trainer) and not in_buckets,
         held_bytes=held_on_device(trainer, module),
+        state_bytes=max(0, state - held_bytes(trainer.optimizers, device=device)),
     )
 
 

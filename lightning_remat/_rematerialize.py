@@ -95,7 +95,7 @@ def rematerialize(
             forward, as in Lightning, or not at all); ``False`` where they are dropped before.
         resident_bytes: bytes that are held on the device beside (an optimizer's state, say) and count in the budget.
         **options: fields of `RematConfig`: ``solver``, ``time_limit``, ``solver_options``, ``cost_model``, ``margin``,
-            ``background``.
+            ``background``, ``allocator``.
 
     Returns:
         A callable with the same signature, and with ``plan`` and ``plans``.

@@ -40,11 +40,17 @@ class PeakMemory:
         device: where it was measured.
         peak_bytes: the most that the allocator held at any moment of the block, beyond what it held when the block began
             (never negative); ``None`` until the block ends, and where it could not be measured.
+        allocated_bytes, reserved_bytes: on CUDA, the most that blocks and segments took, all that was there before included;
+            ``None`` on the CPU.
+        reserved_more: segments grew during the block.
         reason: why it could not be measured ("" where it could).
     """
 
     device: torch.device
     peak_bytes: int | None = None
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    reserved_more: bool = False
     reason: str = ""
 
 
@@ -138,12 +144,15 @@ def held_bytes(*objects: object, gradients: bool = False, device: torch.device |
 def _track_cuda(peak: PeakMemory) -> Iterator[None]:
     torch.cuda.synchronize(peak.device)
     torch.cuda.reset_peak_memory_stats(peak.device)
-    start = torch.cuda.memory_allocated(peak.device)
+    start, reserved = torch.cuda.memory_allocated(peak.device), torch.cuda.memory_reserved(peak.device)
     try:
         yield
     finally:
         torch.cuda.synchronize(peak.device)
-        peak.peak_bytes = torch.cuda.max_memory_allocated(peak.device) - start
+        peak.allocated_bytes = torch.cuda.max_memory_allocated(peak.device)
+        peak.peak_bytes = peak.allocated_bytes - start
+        peak.reserved_bytes = torch.cuda.max_memory_reserved(peak.device)
+        peak.reserved_more = peak.reserved_bytes > reserved
 
 
 # -- CPU --------------------------------------------------------------------------------------------------------------

@@ -153,6 +153,7 @@ class TestUnits:
 class FakePlan:
     budget_bytes: int = 600 * MIB
     predicted_peak_bytes: int = 590 * MIB
+    predicted_reserved_bytes: int = 0
     baseline_peak_bytes: int = 1000 * MIB
     predicted_seconds: float = 0.5
     overhead: float = 0.0834
@@ -170,6 +171,11 @@ def written(table: object) -> str:
 
 
 class TestTable:
+    def test_what_is_reserved_is_shown_where_there_is_an_allocator(self) -> None:
+        assert "reserved" not in written(plan_table([FakePlan()]))
+        text = written(plan_table([FakePlan(), FakePlan(predicted_reserved_bytes=612 * MIB)]))
+        assert "reserved" in text and "612 MiB" in text
+
     def test_it_holds_what_the_plans_say(self) -> None:
         text = written(plan_table({"GPT-2": FakePlan(), "ResNet": FakePlan(status="optimal")}, title="Plans"))
         for part in ("Plans", "GPT-2", "ResNet", "600 MiB", "590 MiB (59%)", "500 ms", "+8.3%", "auto:greedy", "2.0%"):

@@ -17,6 +17,7 @@ What is used and why:
 * ``torch.utils._sympy``: the arithmetic of symbolic sizes, as numbers and as nodes of a graph.
 * ``fx.experimental._config``: sizes that happen to be equal are told apart.
 * AOTAutograd's descriptors of inputs and outputs: which output a tangent belongs to, and what is written back.
+* ``_accelerator_setAllocatorSettings``: expandable segments are switched on while a scheduled step runs.
 * ``_dynamo.config``: the recompile limit, logging calls and DDP's graph splitting are set while a step runs, and put back.
 """
 
@@ -78,6 +79,7 @@ __all__ = [
     "TorchInGraphFunctionVariable",
     "VariableTracker",
     "accumulates_into",
+    "allocator_settings",
     "aot_backend",
     "boxed",
     "capture_failures",
@@ -107,6 +109,7 @@ __all__ = [
     "recapture_reason",
     "run_on_cpu",
     "running",
+    "set_allocator_settings",
     "substitute",
     "tensor_leaves",
     "uncollected",
@@ -464,6 +467,25 @@ def default_store() -> Any:
         ValueError: where ``torch.distributed`` is not initialized.
     """
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def allocator_settings() -> str:
+    """What is set of the device's caching allocator, as in its environment variable: at run time, or else there."""
+    asked = getattr(torch._C, "_accelerator_getAllocatorSettings", str)() or ""
+    return asked or next((os.environ[name] for name in _ALLOCATOR_VARIABLES if os.environ.get(name)), "")
+
+
+def set_allocator_settings(text: str) -> None:
+    """Set the caching allocator while it runs: what is allocated from now on follows it.
+
+    Raises:
+        RuntimeError: for what this release of torch does not accept.
+    """
+    setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # before torch 2.9 it was CUDA's
+    (setter or torch.cuda.memory._set_allocator_settings)(text)
 
 
 def tensor_leaves(tree: Any) -> list[torch.Tensor]:

@@ -14,6 +14,8 @@ from lightning_remat.cost import cost_model
 from lightning_remat.errors import ConfigError
 from lightning_remat.solvers import available, options_of
 
+ALLOCATORS = ("auto", "leave")
+
 
 @dataclasses.dataclass(frozen=True)
 class RematConfig:
@@ -29,6 +31,9 @@ class RematConfig:
         background: train on the first plan, made in about two seconds, while a process of its own searches on for the rest of
             the time limit; a cheaper plan is swapped in between two steps, with the same results. Not for ``"min"``, nor for
             steps that are captured as several graphs: those are planned as a whole after the first call.
+        allocator: ``"auto"`` switches expandable segments on (or reserves memory in one piece) while scheduled steps run on a
+            CUDA device, where its caching allocator would otherwise reserve more, and puts its settings back afterwards;
+            settings that the user has made stay. ``"leave"`` leaves it alone.
 
     Raises:
         ConfigError, BudgetError: on construction, saying what was given and what is accepted.
@@ -41,6 +46,7 @@ class RematConfig:
     cost_model: str = "profile"
     margin: float = 0.05
     background: bool = False
+    allocator: str = "auto"
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
@@ -56,6 +62,8 @@ class RematConfig:
             raise ConfigError(f"margin={self.margin!r}: give the share of the device to leave unused, in [0, 1)")
         if not isinstance(self.background, bool):
             raise ConfigError(f"background={self.background!r}: give True or False")
+        if self.allocator not in ALLOCATORS:
+            raise ConfigError(f"allocator={self.allocator!r}: give one of {', '.join(map(repr, ALLOCATORS))}")
         cost_model(self.cost_model)
 
     @classmethod

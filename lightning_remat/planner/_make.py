@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -12,6 +13,7 @@ from lightning_remat.budget import BudgetKind, device_bytes, device_total_bytes,
 from lightning_remat.errors import InfeasibleBudgetError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._config import RematConfig
+from lightning_remat.planner._device_memory import DeviceMemory
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._plan_cache import PlanCache
 from lightning_remat.schedule import simulate
@@ -34,6 +36,8 @@ def make_plan(
     cost_seconds: float = 0.0,
     progress: Progress | None = None,
     cache: PlanCache | None = None,
+    memory: DeviceMemory | None = None,
+    reserved: bool | None = None,
 ) -> Plan:
     """Choose a schedule for ``graph`` within ``config.budget``.
 
@@ -45,6 +49,8 @@ def make_plan(
         cost_seconds: time spent on measuring, for the plan's record.
         progress: told in words what is being done.
         cache: plans of earlier runs, read first and added to; ``None`` solves.
+        memory: of the device; what its allocator takes for the schedule is part of the plan then, and within the budget.
+        reserved: the budget is one of what the allocator reserves, not of what it has allocated; by default for ``"auto"``.
 
     Raises:
         InfeasibleBudgetError: when no schedule was found; it names the smallest budget for which one was.
@@ -65,54 +71,58 @@ def make_plan(
             found_smallest.append(find_smallest(graph, config.time_limit))
         return found_smallest[0]
 
+    file: Path | None = None
     known: Solution | None = None
-    file = None
     if cache is not None and budget.kind is BudgetKind.MIN:  # what it resolves to is a search of its own
         file = cache.path(graph, "min", config)
         known = cache.load(file, graph)
-    if known is not None:
-        budget_bytes = known.peak_bytes
+        budget_bytes = known.peak_bytes if known is not None else smallest().peak_bytes
     else:
         budget_bytes = resolve_budget(
             config, plain.floor_bytes, baseline.peak_bytes, lambda: smallest().peak_bytes, device, held_bytes
         )
-    if cache is not None and file is None and baseline.peak_bytes > budget_bytes:
-        file = cache.path(graph, budget_bytes, config)
-        known = cache.load(file, graph)
-    interrupted = False
-    if known is not None:
-        solution = known
-    elif baseline.peak_bytes <= budget_bytes:
-        graph = plain
-        solution = solve(graph, budget_bytes, "no_remat")
-    elif budget.kind is BudgetKind.MIN:
+
+    def solved(within: int) -> tuple[ComputationGraph, Solution]:
+        """The graph as it is counted, and a schedule for it within so many bytes."""
+        if baseline.peak_bytes <= within:
+            return plain, solve(plain, within, "no_remat")
+        path, found = (file, known) if within == budget_bytes else (None, None)
+        if cache is not None and path is None:
+            path = cache.path(graph, within, config)
+            found = cache.load(path, graph)
+        if found is not None:
+            return graph, found
         say("solving")
-        solution = solve(graph, budget_bytes, config.solver, config.time_limit, **config.solver_options)
-        interrupted = INTERRUPTED in solution.notes
-        solution = _cheaper(smallest(), solution)
-    else:
-        say("solving")
-        limits = [min(FIRST_SECONDS, config.time_limit)] if config.background else []
-        for limit in (*limits, config.time_limit):
-            solution = solve(graph, budget_bytes, config.solver, limit, **config.solver_options)
-            interrupted = INTERRUPTED in solution.notes
-            if solution.schedule is not None:
-                break
-        if solution.schedule is None and smallest().peak_bytes <= budget_bytes:
-            solution = smallest()
-    if interrupted:
-        log.warning("Planning was interrupted: the best plan so far is used. Interrupt again to end what runs.")
-    if solution.schedule is None:
-        least = smallest()
-        assert least.schedule is not None
-        where = simulate(graph, least.schedule)
-        raise InfeasibleBudgetError(budget_bytes, least.peak_bytes, where.peak_op, where.peak_module)
-    whole = not config.background or budget.kind is BudgetKind.MIN or solution.status is Status.OPTIMAL
-    searched = whole and not interrupted
-    if cache is not None and file is not None and known is None and searched:
-        cache.store(file, solution, budget_bytes)
+        solution, interrupted = _solution(graph, within, config, smallest)
+        if interrupted:
+            log.warning("Planning was interrupted: the best plan so far is used. Interrupt again to end what runs.")
+        if solution.schedule is None:
+            least = smallest()
+            assert least.schedule is not None
+            where = simulate(graph, least.schedule)
+            raise InfeasibleBudgetError(within, least.peak_bytes, where.peak_op, where.peak_module)
+        whole = not config.background or budget.kind is BudgetKind.MIN or solution.status is Status.OPTIMAL
+        if cache is not None and path is not None and whole and not interrupted:
+            cache.store(path, solution, within)
+        return graph, solution
+
+    graph_as_counted, solution = solved(budget_bytes)
+    footprint = None
+    if memory is not None:
+        say("looking at what the allocator makes of it")
+        if reserved is None:
+            reserved = budget.kind is BudgetKind.AUTO
+        if budget.kind is BudgetKind.MIN:
+            assert solution.schedule is not None
+            footprint = memory.footprint(graph_as_counted, solution.schedule)
+            budget_bytes = max(budget_bytes, footprint.allocated_bytes)
+        else:
+            graph_as_counted, solution, footprint = memory.settle(
+                graph_as_counted, solution, budget_bytes, reserved, solved
+            )
+    assert solution.schedule is not None, "what has none has raised"
     return Plan(
-        graph=graph,
+        graph=graph_as_counted,
         schedule=solution.schedule,
         budget_bytes=budget_bytes,
         predicted_peak_bytes=solution.peak_bytes,
@@ -126,7 +136,26 @@ def make_plan(
         solve_seconds=time.monotonic() - started,
         cost_seconds=cost_seconds,
         notes=solution.notes,
+        footprint=footprint,
     )
+
+
+def _solution(
+    graph: ComputationGraph, within: int, config: RematConfig, smallest: Callable[[], Solution]
+) -> tuple[Solution, bool]:
+    """A schedule within so many bytes, or what the solver says of why there is none; whether the user ended the search."""
+    if parse_budget(config.budget).kind is BudgetKind.MIN:
+        solution = solve(graph, within, config.solver, config.time_limit, **config.solver_options)
+        return _cheaper(smallest(), solution), INTERRUPTED in solution.notes
+    limits = [min(FIRST_SECONDS, config.time_limit)] if config.background else []
+    for limit in (*limits, config.time_limit):
+        solution = solve(graph, within, config.solver, limit, **config.solver_options)
+        if solution.schedule is not None:
+            break
+    interrupted = INTERRUPTED in solution.notes
+    if solution.schedule is None and smallest().peak_bytes <= within:
+        solution = smallest()
+    return solution, interrupted
 
 
 def resolve_budget(

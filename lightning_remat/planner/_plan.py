@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_remat.allocator import Arrangement, Footprint
 from lightning_remat.errors import GraphError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.report import format_bytes, format_seconds
@@ -33,6 +34,8 @@ class Plan:
         lower_bound_seconds, bound_scope: no schedule in that scope that fits the budget is faster.
         solve_seconds, cost_seconds: wall time of solving, and of measuring the ops.
         notes: what happened on the way.
+        footprint: what the device's caching allocator does with the schedule, by the model of it; ``None`` where there is no
+            such allocator (on the CPU).
     """
 
     graph: ComputationGraph
@@ -49,6 +52,17 @@ class Plan:
     solve_seconds: float
     cost_seconds: float = 0.0
     notes: tuple[str, ...] = ()
+    footprint: Footprint | None = None
+
+    @property
+    def predicted_allocated_bytes(self) -> int:
+        """The most that the allocator counts as allocated: the predicted peak, and what its blocks have too much."""
+        return self.footprint.allocated_bytes if self.footprint is not None else self.predicted_peak_bytes
+
+    @property
+    def predicted_reserved_bytes(self) -> int:
+        """The most that the allocator takes from the device; 0 where there is no caching allocator."""
+        return self.footprint.reserved_bytes if self.footprint is not None else 0
 
     @property
     def overhead(self) -> float:
@@ -101,12 +115,15 @@ class Plan:
 
     def summary(self) -> str:
         """One line for a person."""
+        reserved = f", reserved {format_bytes(self.predicted_reserved_bytes)}" if self.footprint is not None else ""
+        if self.footprint is not None and self.footprint.arrangement is not Arrangement.AS_IT_IS:
+            reserved += f" ({self.footprint.arrangement.value})"
         return (
             f"{len(self.graph.ops):,} ops on {self.graph.device or 'an unknown device'}: baseline peak "
             f"{format_bytes(self.baseline_peak_bytes)}, budget {format_bytes(self.budget_bytes)}, predicted peak "
-            f"{format_bytes(self.predicted_peak_bytes)} ({-self.saving:+.0%}), predicted overhead {self.overhead:+.1%}; "
-            f"solver {self.solver} ({self.status.value}, gap {self.gap:.1%} to {self.bound_scope}), planned in "
-            f"{format_seconds(self.cost_seconds + self.solve_seconds)}"
+            f"{format_bytes(self.predicted_peak_bytes)} ({-self.saving:+.0%}){reserved}, predicted overhead "
+            f"{self.overhead:+.1%}; solver {self.solver} ({self.status.value}, gap {self.gap:.1%} to {self.bound_scope}), "
+            f"planned in {format_seconds(self.cost_seconds + self.solve_seconds)}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -121,6 +138,7 @@ class Plan:
             notes=list(self.notes),
             overhead=self.overhead,
             gap=self.gap if self.gap != float("inf") else None,
+            footprint=self.footprint.to_dict() if self.footprint is not None else None,
         )
         return data
 
@@ -157,8 +175,13 @@ class Plan:
         Raises:
             KeyError, TypeError, ValueError: where a field is missing or malformed.
         """
-        values = {field.name: data[field.name] for field in dataclasses.fields(cls) if field.name != "graph"}
+        others = ("graph", "footprint")  # a plan that was saved before there was a footprint has none
+        values = {field.name: data[field.name] for field in dataclasses.fields(cls) if field.name not in others}
+        footprint = data.get("footprint")
         values.update(
-            schedule=Schedule.from_dict(data["schedule"]), status=Status(data["status"]), notes=tuple(data["notes"])
+            schedule=Schedule.from_dict(data["schedule"]),
+            status=Status(data["status"]),
+            notes=tuple(data["notes"]),
+            footprint=Footprint.from_dict(footprint) if footprint is not None else None,
         )
         return cls(graph=graph, **values)

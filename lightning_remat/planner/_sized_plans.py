@@ -13,11 +13,12 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+from lightning_remat.allocator import Footprint
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.errors import InfeasibleBudgetError, ScheduleError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._plan import Plan
-from lightning_remat.schedule import simulate, verify
+from lightning_remat.schedule import Schedule, simulate, verify
 from lightning_remat.solvers import Problem, Status
 from lightning_remat.solvers._registry import ANY_ORDER
 
@@ -61,6 +62,7 @@ class SizedPlans:
         measure: the same graph with costs.
         surround: a captured graph with what lies around it; the flag says whether random ops are evaluated again.
         make: plans a captured graph; gives the plan its number.
+        allocated: whether a schedule of a graph is within so many bytes as the device's allocator sees it, and its footprint.
     """
 
     def __init__(
@@ -73,9 +75,11 @@ class SizedPlans:
         measure: Callable[[CapturedGraph], CapturedGraph],
         surround: Callable[[CapturedGraph, bool], ComputationGraph],
         make: Callable[[CapturedGraph], tuple[int, Plan]],
+        allocated: Callable[[ComputationGraph, Schedule, int], tuple[bool, Footprint | None]],
     ) -> None:
         self._limits = captured.size_limits()
         self._measure, self._surround, self._make, self._shared = measure, surround, make, shared
+        self._allocated = allocated
         corner = tuple(captured.sizes.values[symbol] for symbol in captured.symbols)
         self._costs: dict[Sizes, CapturedGraph] = {corner: captured}
         self._plans: dict[int, tuple[Sizes, Plan]] = {number: (corner, plan)}
@@ -146,7 +150,9 @@ class SizedPlans:
                 peak = verify(graph, plan.schedule, self._budget(plan))
             except ScheduleError:  # it writes over something of the same shape, which is not so at these sizes
                 continue
-            return SizedPlan(number, _moved(plan, graph, peak, seconds))
+            fits, footprint = self._allocated(graph, plan.schedule, self._budget(plan))
+            if fits:
+                return SizedPlan(number, dataclasses.replace(_moved(plan, graph, peak, seconds), footprint=footprint))
         return None
 
     def _budget(self, plan: Plan) -> int:

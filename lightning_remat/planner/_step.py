@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 import torch.fx
 
+from lightning_remat.allocator import Footprint
 from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.capture import PARTS, Autocast, CapturedGraph, from_joint
 from lightning_remat.capture import _torch as internals
@@ -32,6 +33,7 @@ from lightning_remat.lowering import lower
 from lightning_remat.planner._accumulate import Accumulator
 from lightning_remat.planner._agreement import Agreement
 from lightning_remat.planner._config import RematConfig
+from lightning_remat.planner._device_memory import DeviceAllocator, DeviceMemory, allocated_bytes
 from lightning_remat.planner._late import with_late_gradients
 from lightning_remat.planner._make import Progress, make_plan
 from lightning_remat.planner._moving import MovingBuffers
@@ -41,6 +43,7 @@ from lightning_remat.planner._search import Search
 from lightning_remat.planner._sized_plans import SizedPlans, rounded_up
 from lightning_remat.planner._surroundings import Surroundings, Weights, replay_bytes
 from lightning_remat.planner._together import Part, kept_bytes, plan_together, with_outside
+from lightning_remat.schedule import Schedule
 from lightning_remat.solvers import Status
 
 log = logging.getLogger(__name__)
@@ -115,6 +118,7 @@ class _Graph:
         problem: with what lies around it.
         weights: its parameters that get gradients.
         around: what the device held beside it when it was captured.
+        memory: of a CUDA device, as it was then.
         exchange: the modules that run it, one version a plan.
         versions: by plan (an index into `ScheduledStep.plans`), its version.
         plan: the one that runs, where no plan was made for the call as a whole.
@@ -129,6 +133,7 @@ class _Graph:
     problem: ComputationGraph
     weights: Weights
     around: Surroundings
+    memory: DeviceMemory | None
     exchange: internals.Exchange
     versions: dict[int, int]
     plan: int
@@ -159,6 +164,8 @@ class ScheduledStep:
         agreement: with the other processes that train the same model; measures and plans each graph in one of them.
         accumulates: asked when a graph is captured: whether its backward may add gradients to those at hand itself. Nothing
             but ``Tensor.backward`` of what a call returns may follow it then.
+        reserved: the budget is one of what a CUDA device's allocator reserves, not of what it has allocated; by default if it
+            is ``"auto"``.
 
     Attributes:
         plans: one a captured graph and shape, in the order of capture.
@@ -182,6 +189,7 @@ class ScheduledStep:
         several_backwards: bool = False,
         agreement: Agreement | None = None,
         accumulates: Callable[[], bool] = bool,
+        reserved: bool | None = None,
     ) -> None:
         self.function = function
         self.config = config
@@ -199,6 +207,9 @@ class ScheduledStep:
         self.several_backwards = several_backwards
         self.agreement = agreement
         self._accumulates = accumulates
+        self._reserved = parse_budget(config.budget).kind is BudgetKind.AUTO if reserved is None else reserved
+        self._allocator = DeviceAllocator(config.allocator)
+        self._unnamed: dict[torch.device, int] = {}  # bytes that are allocated beside what is known, by device
         self._gave_up = False
         self._began = 0.0  # the present call, in seconds since the epoch
         self._shapes: Shapes = ()
@@ -356,7 +367,8 @@ class ScheduledStep:
         return self._backend(module, inputs, symbolic=True)
 
     def close(self) -> None:
-        """End what still searches beside the training; the plans at hand stay."""
+        """End what still searches beside the training, and leave the allocator as it was; the plans at hand stay."""
+        self._allocator.put_back()
         if self._search is not None:
             self._search[0].close()
         self._search = None
@@ -427,9 +439,14 @@ class ScheduledStep:
             return  # plans for symbolic sizes are chosen for each call
         graph.problem = graph.problem.replace(resident_bytes=graph.problem.resident_bytes + copies)
         graph.buffers.planned_bytes += copies
-        replayed = replay_bytes(graph.captured)
         made = make_plan(
-            graph.problem, self.config, replay_bytes=replayed, progress=self._progress, cache=self._plan_cache
+            graph.problem,
+            self.config,
+            replay_bytes=replay_bytes(graph.captured),
+            progress=self._progress,
+            cache=self._plan_cache,
+            memory=graph.memory,
+            reserved=self._reserved,
         )
         graph.plan = self._add_plan(made, graph, graph.captured)
         log.info(
@@ -463,11 +480,11 @@ class ScheduledStep:
         captured = {graph: with_outside(graph.captured) for graph in path}
         parts = [Part(captured[graph], graph.weights, graph.around) for graph in path]
         try:
-            plans = self._joint(parts, fixed)
+            plans = self._joint(parts, fixed, path[0].memory)
         except InfeasibleBudgetError:
             if not fixed:
                 raise
-            plans, fixed = self._joint(parts, []), []
+            plans, fixed = self._joint(parts, [], path[0].memory), []
             # Other ways to go on from here were planned after what has been given up.
             self._together = {
                 key: number for key, number in self._together.items() if not _begins_alike(key, shapes, path)
@@ -476,7 +493,7 @@ class ScheduledStep:
         for i in range(len(fixed), len(path)):
             self._together[shapes, path[: i + 1]] = self._add_plan(plans[i], path[i], parts[i].captured)
 
-    def _joint(self, parts: Sequence[Part], fixed: Sequence[int]) -> list[Plan]:
+    def _joint(self, parts: Sequence[Part], fixed: Sequence[int], memory: DeviceMemory | None) -> list[Plan]:
         schedules = [self.plans[number].schedule for number in fixed]
 
         def make() -> list[Plan]:
@@ -487,6 +504,8 @@ class ScheduledStep:
                 held_bytes=parts[0].around.held_bytes + parts[0].captured.batch_bytes,
                 progress=self._progress,
                 cache=self._plan_cache,
+                memory=memory,
+                reserved=self._reserved,
             )
 
         facts = [schedule.to_dict() for schedule in schedules]
@@ -505,7 +524,10 @@ class ScheduledStep:
         search, graph = self._search
         solution = search.better()
         plan = self.plans[graph.plan]
+        fits, footprint = False, None
         if solution is not None and solution.schedule is not None and solution.seconds < plan.predicted_seconds:
+            fits, footprint = self._as_allocated(graph.memory, plan.graph, solution.schedule, plan.budget_bytes)
+        if fits and solution is not None and solution.schedule is not None:
             plan = dataclasses.replace(
                 plan,
                 schedule=solution.schedule,
@@ -517,6 +539,7 @@ class ScheduledStep:
                 bound_scope=solution.bound_scope,
                 solve_seconds=solution.solve_seconds,
                 notes=(*solution.notes, "found while training ran on an earlier plan"),
+                footprint=footprint,
             )
             graph.plan = self._add_plan(plan, graph, graph.captured)
             log.info("%s: a cheaper plan from now on: %s", self.name or "captured graph", plan.summary())
@@ -526,6 +549,15 @@ class ScheduledStep:
         if search.completed:  # the next run begins with the best, and does not search again
             file = self._plan_cache.path(plan.graph, plan.budget_bytes, self.config)
             self._plan_cache.store(file, plan.solution(), plan.budget_bytes)
+
+    def _as_allocated(
+        self, memory: DeviceMemory | None, graph: ComputationGraph, schedule: Schedule, budget_bytes: int
+    ) -> tuple[bool, Footprint | None]:
+        """Whether a schedule fits as the device's allocator sees it, and what that makes of it."""
+        if memory is None:
+            return True, None
+        footprint = memory.footprint(graph, schedule, budget_bytes if self._reserved else None)
+        return footprint.fits and (self._reserved or footprint.allocated_bytes <= budget_bytes), footprint
 
     def _begin_search(self) -> None:
         """Look for something cheaper than a plan in a process of its own, unless that was done in an earlier run."""
@@ -544,6 +576,7 @@ class ScheduledStep:
         number = len(self.plans) - 1
         graph.versions[number] = graph.exchange.add(lower(captured, plan.schedule))
         graph.buffers.add(number, captured, plan.schedule)
+        self._allocator.arrange(plan.footprint, captured.device)
         if self._on_plan is not None:
             self._on_plan(plan)
         return number
@@ -557,7 +590,7 @@ class ScheduledStep:
         weights = {
             id(value): value.nbytes for value in inputs if isinstance(value, torch.nn.Parameter) and value.requires_grad
         }
-        planned: list[tuple[CapturedGraph, ComputationGraph, Surroundings, int]] = []
+        planned: list[tuple[CapturedGraph, ComputationGraph, Surroundings, DeviceMemory | None, int]] = []
         autocast = Autocast.around(module)
         alone = self._accumulates() and internals.is_whole_function(module, inputs)
         accumulator = Accumulator(inputs) if alone else None
@@ -585,14 +618,15 @@ class ScheduledStep:
                 captured = captured.at([rounded_up(n, most) for n, most in zip(sizes, limits, strict=True)])
             try:
                 with internals.real_tensors(), internals.collected():
-                    captured, problem, plan, around = self._plan(captured, weights)
+                    captured, problem, plan, around, memory = self._plan(captured, weights)
+                    self._allocator.arrange(plan.footprint, captured.device)
             except RematError as error:
                 raise _Stop(error) from error
             index = next((i for i, known in enumerate(self.plans) if known is plan), len(self.plans))
             if index == len(self.plans):
                 self.plans.append(plan)
                 self.runs.append(0)
-            planned.append((captured, problem, around, index))
+            planned.append((captured, problem, around, memory, index))
             return lower(captured, plan.schedule)
 
         self._progress("capturing")
@@ -606,7 +640,7 @@ class ScheduledStep:
             return module.forward
         if not planned:  # nothing in it needs a gradient
             return compiled
-        captured, problem, around, index = planned[0]
+        captured, problem, around, memory, index = planned[0]
         buffers = MovingBuffers(captured, inputs)
         buffers.add(index, captured, self.plans[index].schedule)
         graph = _Graph(
@@ -614,6 +648,7 @@ class ScheduledStep:
             problem,
             weights,
             around,
+            memory,
             exchange,
             versions={index: 0},
             plan=index,
@@ -678,9 +713,9 @@ class ScheduledStep:
         def make(captured: CapturedGraph) -> tuple[int, Plan]:
             with internals.real_tensors():
                 try:
-                    plan = self._made(captured, weights, graph.around, most_seconds=SECONDS_A_SIZE)[1]
+                    plan = self._made(captured, weights, graph.around, graph.memory, most_seconds=SECONDS_A_SIZE)[1]
                 except InfeasibleBudgetError:
-                    plan = self._made(captured, weights, graph.around)[1]
+                    plan = self._made(captured, weights, graph.around, graph.memory)[1]
             return self._add_plan(plan, graph, graph.captured), plan
 
         def measure(captured: CapturedGraph) -> CapturedGraph:
@@ -695,6 +730,7 @@ class ScheduledStep:
             measure=measure,
             surround=surround,
             make=make,
+            allocated=functools.partial(self._as_allocated, graph.memory),
         )
 
     def _backward_begins(
@@ -739,13 +775,24 @@ class ScheduledStep:
 
     def _plan(
         self, captured: CapturedGraph, weights: Weights
-    ) -> tuple[CapturedGraph, ComputationGraph, Plan, Surroundings]:
-        """The graph with costs, the same with what lies around it, its plan, and what lies around it."""
+    ) -> tuple[CapturedGraph, ComputationGraph, Plan, Surroundings, DeviceMemory | None]:
+        """The graph with costs, the same with what lies around it, its plan, what lies around it, and the device's memory."""
         captured, cost_seconds = self._measured(captured)
         captured = with_late_gradients(captured)
-        around = self._surroundings()
-        graph, plan = self._made(captured, weights, around, cost_seconds=cost_seconds)
-        return captured, graph, plan, around
+        around, memory = self._on_device(captured, self._surroundings())
+        graph, plan = self._made(captured, weights, around, memory, cost_seconds=cost_seconds)
+        return captured, graph, plan, around, memory
+
+    def _on_device(self, captured: CapturedGraph, around: Surroundings) -> tuple[Surroundings, DeviceMemory | None]:
+        """On a CUDA device: what else is allocated there counts too (workspaces of libraries, the user's own tensors)."""
+        device = captured.device
+        if device not in self._unnamed:
+            known = max(around.held_bytes, captured.static_bytes) + captured.batch_bytes
+            unnamed = allocated_bytes(device) - known if device.type == "cuda" and not self._call else 0
+            self._unnamed[device] = max(0, unnamed)
+        around = dataclasses.replace(around, resident_bytes=around.resident_bytes + self._unnamed[device])
+        begins = not (any(self.runs) or self._fits_anyway or self._call)
+        return around, self._allocator.memory(device, state_bytes=around.state_bytes, begins=begins)
 
     def _measured(self, captured: CapturedGraph) -> tuple[CapturedGraph, float]:
         """The graph with costs, and the seconds that it took to find them."""
@@ -771,6 +818,7 @@ class ScheduledStep:
         captured: CapturedGraph,
         weights: Weights,
         around: Surroundings,
+        memory: DeviceMemory | None,
         *,
         cost_seconds: float = 0.0,
         most_seconds: float = math.inf,
@@ -791,6 +839,8 @@ class ScheduledStep:
             "cost_seconds": cost_seconds,
             "progress": self._progress,
             "cache": self._plan_cache,
+            "memory": memory,
+            "reserved": self._reserved,
         }
 
         def make() -> Plan:

@@ -26,6 +26,7 @@ class Surroundings:
         old_gradients: the gradients of the step before live through the forward.
         accumulating: they live through the backward too.
         held_bytes: what of all this the process holds already.
+        state_bytes: of ``resident_bytes``, what comes after the first step (the optimizer's state).
     """
 
     module_bytes: int = 0
@@ -34,6 +35,7 @@ class Surroundings:
     old_gradients: bool = True
     accumulating: bool = False
     held_bytes: int = 0
+    state_bytes: int = 0
 
     def put_around(
         self,

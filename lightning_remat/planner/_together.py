@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Iterable, Sequence
 
+from lightning_remat.allocator import Footprint, footprint_together
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.errors import InfeasibleBudgetError
 from lightning_remat.graph import ComputationGraph, Op, Phase
 from lightning_remat.planner._config import RematConfig
+from lightning_remat.planner._device_memory import DeviceMemory
 from lightning_remat.planner._make import Progress, make_plan, resolve_budget
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._plan_cache import PlanCache
@@ -32,6 +35,8 @@ from lightning_remat.solvers import INTERRUPTED, Problem, Status, plan_curve
 from lightning_remat.solvers._prune import once
 from lightning_remat.solvers._registry import ANY_ORDER
 
+log = logging.getLogger(__name__)
+
 OUTSIDE = "outside"
 """Name of the op that stands for what others need."""
 
@@ -40,6 +45,12 @@ NEEDS = (0.0, 1.0)
 
 POINTS = 12
 """Budgets of one curve."""
+
+TRIES = 3
+"""Plans within less and less, until they fit together as the device's allocator sees them."""
+
+LESS = 0.1
+"""Of what lies between the floor and the budget, what the next try gives up."""
 
 CURVES_SHARE = 0.4
 """Share of the time limit for all curves; the rest is for the solves."""
@@ -114,6 +125,8 @@ def plan_together(
     held_bytes: int = 0,
     progress: Progress | None = None,
     cache: PlanCache | None = None,
+    memory: DeviceMemory | None = None,
+    reserved: bool = False,
 ) -> list[Plan]:
     """Plans for the graphs of one step within one budget.
 
@@ -124,11 +137,53 @@ def plan_together(
         held_bytes: what the process holds on the device already (see `make_plan`).
         progress: told in words what is being done.
         cache: plans of earlier runs.
+        memory: of the device; what its allocator takes for all graphs is within the budget too then.
+        reserved: the budget is one of what the allocator reserves.
 
     Raises:
         InfeasibleBudgetError: when no choice of schedules was found; it names the smallest budget for which one was.
         BudgetError: for a size over what the device has.
     """
+    plans = _planned_together(parts, config, fixed, held_bytes, progress, cache)
+    if memory is None:
+        return plans
+    budget = plans[0].budget_bytes
+    around = parts[0].around
+    others = max(0, around.trainable_bytes - sum(parts[0].weights.values()))  # gradients: they are among the requests
+
+    def taken(plans: Sequence[Plan]) -> Footprint:
+        pairs = [(plan.graph, plan.schedule) for plan in plans]
+        resident = max(0, plans[0].graph.resident_bytes - others)
+        limit = budget if reserved else memory.limit_bytes
+        return footprint_together(pairs, resident, limit, memory.holdings, memory.arrangements)
+
+    found = taken(plans)
+    within = budget
+    for _ in range(TRIES):
+        if found.fits and (reserved or found.allocated_bytes <= budget):
+            break
+        floor = max(plan.graph.floor_bytes for plan in plans)
+        within -= max(found.allocated_bytes - budget, int(LESS * (within - floor)))
+        smaller = dataclasses.replace(config, budget=within)
+        try:
+            plans = _planned_together(parts, smaller, fixed, held_bytes, progress, cache)
+        except InfeasibleBudgetError:
+            log.warning(
+                "by the allocator's model the graphs of this step do not fit together: memory is fragmented by them"
+            )
+            break
+        found = taken(plans)
+    return [dataclasses.replace(plan, budget_bytes=budget, footprint=found) for plan in plans]
+
+
+def _planned_together(
+    parts: Sequence[Part],
+    config: RematConfig,
+    fixed: Sequence[Schedule],
+    held_bytes: int,
+    progress: Progress | None,
+    cache: PlanCache | None,
+) -> list[Plan]:
     say = progress or (lambda _text: None)
 
     def beside(i: int, kept: int) -> ComputationGraph:

@@ -24,6 +24,10 @@ class PlanLike(Protocol):
         """Peak of the schedule, in bytes."""
 
     @property
+    def predicted_reserved_bytes(self) -> int:
+        """What the device's caching allocator reserves for it, in bytes; 0 where there is none."""
+
+    @property
     def baseline_peak_bytes(self) -> int:
         """Peak without rematerialization, in bytes."""
 
@@ -66,10 +70,12 @@ def plan_table(rows: Mapping[str, PlanLike] | Iterable[PlanLike], title: str | N
     labels: list[str] | None = None
     if isinstance(rows, Mapping):
         labels, rows = list(rows), list(rows.values())
+    rows = list(rows)
+    reserves = any(plan.predicted_reserved_bytes for plan in rows)
     table = Table(title=title)
     if labels is not None:
         table.add_column("")
-    for name in ("budget", "predicted peak", "step", "overhead"):
+    for name in ("budget", "predicted peak", *(["reserved"] if reserves else []), "step", "overhead"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("solver")
     table.add_column("status")
@@ -79,6 +85,7 @@ def plan_table(rows: Mapping[str, PlanLike] | Iterable[PlanLike], title: str | N
         cells = [
             format_bytes(plan.budget_bytes),
             f"{format_bytes(plan.predicted_peak_bytes)} ({_share(plan.predicted_peak_bytes, plan.baseline_peak_bytes)})",
+            *([format_bytes(plan.predicted_reserved_bytes)] if reserves else []),
             format_seconds(plan.predicted_seconds),
             _percent(plan.overhead, signed=True),
             plan.solver,

@@ -1,7 +1,18 @@
 """The answer: a sequence of compute and free steps, its memory timeline, and the check that it is right."""
 
 from lightning_remat.schedule._schedule import Compute, Free, Schedule, Step
-from lightning_remat.schedule._simulate import Timeline, simulate
+from lightning_remat.schedule._simulate import Allocations, Event, Timeline, allocations, simulate
 from lightning_remat.schedule._verify import verify
 
-__all__ = ["Compute", "Free", "Schedule", "Step", "Timeline", "simulate", "verify"]
+__all__ = [
+    "Allocations",
+    "Compute",
+    "Event",
+    "Free",
+    "Schedule",
+    "Step",
+    "Timeline",
+    "allocations",
+    "simulate",
+    "verify",
+]

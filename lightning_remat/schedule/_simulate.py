@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -83,11 +84,68 @@ def simulate(graph: ComputationGraph, schedule: Schedule) -> Timeline:
     )
 
 
+class Event(NamedTuple):
+    """A block of memory is allocated, or freed.
+
+    Attributes:
+        block: which one; numbers are not used again.
+        nbytes: its size; 0 where it is freed.
+        op: name of the op that runs, "" between two.
+    """
+
+    block: int
+    nbytes: int
+    op: str
+
+
+class Allocations(NamedTuple):
+    """What a schedule allocates and frees, in order. Inputs, and what is resident, are not among it.
+
+    Attributes:
+        forward: until the loss is handed to the caller.
+        backward: from there on; it begins with the gradient of the loss.
+        gradients: the blocks in which the backward outputs lie at the end. Others that were not freed are the caller's.
+    """
+
+    forward: tuple[Event, ...]
+    backward: tuple[Event, ...]
+    gradients: tuple[int, ...]
+
+
+def allocations(graph: ComputationGraph, schedule: Schedule) -> Allocations:
+    """The requests that an allocator gets when ``schedule`` runs.
+
+    An op's outputs are allocated before its workspace, and a result that is written over an input takes that input's block.
+
+    Raises:
+        ScheduleError: when a step needs a tensor that is not present.
+    """
+    memory = _Memory(graph)
+    boundary = 0
+    for index, step in enumerate(schedule.steps):
+        if index == schedule.boundary:
+            boundary = len(memory.events)
+            memory.cross_boundary()
+        if isinstance(step, Compute):
+            memory.compute(step.op, step.over)
+        else:
+            memory.free(step.tensor)
+    if schedule.boundary == len(schedule.steps):
+        boundary = len(memory.events)
+        memory.cross_boundary()
+    lie = {memory.instance[t] for t in graph.backward_outputs if t in memory.instance}
+    gradients = tuple(sorted({memory.block[instance] for instance in lie if memory.bytes[instance]}))
+    return Allocations(tuple(memory.events[:boundary]), tuple(memory.events[boundary:]), gradients)
+
+
 class _Memory:
-    """Present tensors, the storage instances they lie on, and the bytes held."""
+    """Present tensors, the storage instances they lie on, the bytes held, and what was asked of an allocator for them."""
 
     def __init__(self, graph: ComputationGraph) -> None:
         self.graph = graph
+        self.events: list[Event] = []
+        self.block: list[int] = []  # storage instance -> its block
+        self.blocks = 0
         self.base = graph.input_bytes + graph.resident_bytes
         self.held = self.base + graph.forward_resident_bytes
         self.instance: dict[int, int] = {}  # present tensor -> storage instance
@@ -102,29 +160,40 @@ class _Memory:
                 self._hold(t, by_storage[tensor.storage])
                 self.references[by_storage[tensor.storage]] += 1  # the caller's
 
-    def _new(self, nbytes: int) -> int:
+    def _new(self, nbytes: int, op: str = "", block: int = -1) -> int:
+        """A storage instance on a new block, or on one that is taken over."""
         self.references.append(0)
         self.bytes.append(nbytes)
+        self.block.append(self._allocate(nbytes, op) if block < 0 else block)
         self.held += nbytes
         return len(self.bytes) - 1
+
+    def _allocate(self, nbytes: int, op: str) -> int:
+        self.blocks += 1
+        if nbytes:
+            self.events.append(Event(self.blocks - 1, nbytes, op))
+        return self.blocks - 1
 
     def _hold(self, tensor: int, instance: int) -> None:
         self.instance[tensor] = instance
         self.references[instance] += 1
 
-    def _drop(self, instance: int) -> None:
+    def _drop(self, instance: int, *, taken: bool = False) -> None:
         self.references[instance] -= 1
         if self.references[instance] == 0:
             self.held -= self.bytes[instance]
+            if self.bytes[instance] and not taken:
+                self.events.append(Event(self.block[instance], 0, ""))
 
-    def _take(self, tensor: int) -> None:
-        """Everything that lies where ``tensor`` does is gone, and its bytes with it."""
+    def _take(self, tensor: int) -> int:
+        """Everything that lies where ``tensor`` does is gone, and its bytes with it; returns the block."""
         instance = self.instance[tensor]
         gone = [t for t, other in self.instance.items() if other == instance]
         if self.references[instance] != len(gone):
             raise ScheduleError(f"{self.graph.tensors[tensor].name} is overwritten while the caller holds it")
         for t in gone:
-            self._drop(self.instance.pop(t))
+            self._drop(self.instance.pop(t), taken=True)
+        return self.block[instance]
 
     def compute(self, index: int, over: int) -> int:
         """Evaluate an op, on the storage of tensor ``over`` unless that is -1; returns the bytes held while it runs."""
@@ -134,18 +203,21 @@ class _Memory:
             if t not in self.instance:
                 raise ScheduleError(f"{op.name} reads {graph.tensors[t].name}, which is not present")
             lies_on[graph.tensors[t].storage] = self.instance[t]
-        if over >= 0:
-            self._take(over)
+        taken = self._take(over) if over >= 0 else -1
         surplus: list[int] = []
         for t in op.outputs:
             storage = graph.tensors[t].storage
             if storage not in lies_on:
-                lies_on[storage] = self._new(graph.storages[storage])
+                lies_on[storage] = self._new(graph.storages[storage], op.name, taken)
+                taken = -1
                 surplus.append(lies_on[storage])
                 self.references[lies_on[storage]] += 1
             if t not in self.instance:
                 self._hold(t, lies_on[storage])
         held = self.held + op.workspace_bytes
+        if op.workspace_bytes:
+            workspace = self._allocate(op.workspace_bytes, op.name)
+            self.events.append(Event(workspace, 0, op.name))
         for instance in surplus:
             self._drop(instance)
         return held

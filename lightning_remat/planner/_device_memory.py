@@ -1,0 +1,262 @@
+"""A CUDA device's memory around a plan: what its allocator reserves for it, and how its memory is arranged meanwhile.
+
+A plan's peak counts bytes that are allocated. What the device gives is reserved in segments, in which free pieces lie between
+used ones: a step may run out of memory with gigabytes free. So a schedule's requests are run through a model of the allocator
+(`lightning_remat.allocator`), under each arrangement that may be used, and ``budget="auto"`` takes a schedule only if that
+fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_remat.allocator import (
+    NOTHING,
+    AllocatorSettings,
+    Arrangement,
+    Footprint,
+    Holdings,
+    Segment,
+    best_footprint,
+    footprint,
+)
+from lightning_remat.budget import device_bytes
+from lightning_remat.capture import _torch as internals
+from lightning_remat.errors import ConfigError, InfeasibleBudgetError
+from lightning_remat.graph import ComputationGraph
+from lightning_remat.schedule import Schedule
+from lightning_remat.solvers import Solution, Status
+
+log = logging.getLogger(__name__)
+
+TRIES = 5
+"""Solves within less and less, until the allocator's model says that what comes out fits."""
+
+LEAST_STEP = 0.01
+"""Of what lies between the floor and the budget, what the next try gives up at least."""
+
+SETTLED_BY_USERS = ("expandable_segments", "max_split_size_mb", "backend")
+"""Settings beside which expandable segments are not switched on: the user has said so, or they do not go together."""
+
+
+_Found = tuple[ComputationGraph, Solution, Footprint]
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """What is known of the device's memory where a graph is planned.
+
+    Attributes:
+        holdings: what lies around the graph.
+        arrangements: how memory may be arranged.
+        limit_bytes: the most that the process may reserve; ``None`` where that is not known.
+    """
+
+    holdings: Holdings = NOTHING
+    arrangements: tuple[Arrangement, ...] = (Arrangement.AS_IT_IS,)
+    limit_bytes: int | None = None
+
+    def footprint(self, graph: ComputationGraph, schedule: Schedule, limit_bytes: int | None = None) -> Footprint:
+        """What the allocator does with a schedule, in the best arrangement, within a limit or else the device's own.
+
+        For a step that is not changed, memory stays as it is where that will do.
+        """
+        limit = self.limit_bytes if limit_bytes is None else limit_bytes
+        if max(schedule.evaluations.values(), default=0) <= 1:
+            plain = footprint(graph, schedule, limit, self.holdings, self.arrangements[0])
+            if plain.fits and not plain.flushes:
+                return plain
+        return best_footprint(graph, schedule, limit, self.holdings, self.arrangements)
+
+    def settle(
+        self,
+        graph: ComputationGraph,
+        solution: Solution,
+        budget_bytes: int,
+        reserved: bool,
+        again: Callable[[int], tuple[ComputationGraph, Solution]],
+    ) -> _Found:
+        """A solution whose footprint is within the budget: the one that is given, or one that is found within less.
+
+        Args:
+            graph: the problem.
+            solution: of it, within the budget as far as tensors go.
+            budget_bytes: what the step may use.
+            reserved: the budget is one of reserved bytes (``"auto"``), not of allocated ones.
+            again: solves within fewer bytes; raises `InfeasibleBudgetError` where that cannot be.
+
+        Returns:
+            The graph, its solution and its footprint: where none was found that is within the budget, the one that comes
+            closest, with a note (and a warning in the log).
+        """
+        assert solution.schedule is not None
+        limit = budget_bytes if reserved else None
+        first = solution
+        within = min(budget_bytes, max(solution.peak_bytes, graph.floor_bytes))
+        best = graph, solution, self.footprint(graph, solution.schedule, limit)
+        for _ in range(TRIES):
+            if self._excess(best, budget_bytes, reserved) <= 0:
+                return _bounded(best, first)
+            within -= max(self._excess(best, budget_bytes, reserved), int(LEAST_STEP * (within - graph.floor_bytes)))
+            try:
+                graph, solution = again(within)
+            except InfeasibleBudgetError:
+                break
+            assert solution.schedule is not None
+            found = graph, solution, self.footprint(graph, solution.schedule, limit)
+            if self._excess(found, budget_bytes, reserved) < self._excess(best, budget_bytes, reserved):
+                best = found
+            within = min(within, solution.peak_bytes)
+        excess = self._excess(best, budget_bytes, reserved)
+        if excess <= 0:
+            return _bounded(best, first)
+        graph, solution, closest = _bounded(best, first)
+        words = (
+            f"the device's memory is fragmented by this step: by the allocator's model it takes some {excess:,} bytes over the "
+            "budget, and no schedule was found that does with less"
+        )
+        log.warning("%s. Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or a smaller budget.", words)
+        return graph, dataclasses.replace(solution, notes=(*solution.notes, words)), closest
+
+    def _excess(self, found: _Found, budget_bytes: int, reserved: bool) -> int:
+        """How many bytes a solution is over the budget, by the allocator's model; 0 or less where it is within."""
+        graph, solution, taken = found
+        if not reserved:
+            return taken.allocated_bytes - budget_bytes
+        if taken.fits:
+            return taken.reserved_bytes - budget_bytes
+        assert solution.schedule is not None
+        free = best_footprint(graph, solution.schedule, None, self.holdings, self.arrangements)
+        return max(1, free.reserved_bytes - budget_bytes)
+
+
+def _bounded(found: _Found, first: Solution) -> _Found:
+    """With a bound for all schedules within the budget: that of the first solution, which need not care for fragmentation."""
+    graph, solution, taken = found
+    if solution is first:
+        return found
+    assert first.schedule is not None
+    note = f"solved again within {solution.peak_bytes:,} bytes, for what the allocator reserves beside"
+    solution = dataclasses.replace(
+        solution,
+        status=Status.FEASIBLE,
+        lower_bound_seconds=min(first.lower_bound_seconds, solution.seconds),
+        bound_scope=first.bound_scope,
+        notes=(*solution.notes, note),
+    )
+    return graph, solution, taken
+
+
+class DeviceAllocator:
+    """The allocator of the device that a step runs on: read when a graph is planned, arranged while plans run, then put back.
+
+    Args:
+        option: ``"auto"`` arranges it where that makes a step fit in less; ``"leave"`` leaves it as it is.
+    """
+
+    def __init__(self, option: str = "auto") -> None:
+        self._option = option
+        self._before: str | None = None
+
+    def memory(self, device: torch.device, *, state_bytes: int = 0, begins: bool = True) -> DeviceMemory | None:
+        """What is known of a device's memory now; ``None`` on the CPU, and for an allocator that is not torch's own.
+
+        Args:
+            device: where the step runs.
+            state_bytes: what the optimizers will hold there after the first step.
+            begins: nothing of a training step is there yet but what it keeps all along, and the batch.
+        """
+        if device.type != "cuda" or not _is_torchs_own():
+            return None
+        text = internals.allocator_settings()
+        try:
+            settings = AllocatorSettings.parse(text)
+        except ConfigError as error:
+            log.warning("What the allocator reserves is not predicted: %s", error)
+            return None
+        torch.cuda.empty_cache()  # what is cached now lies where earlier work has left it
+        return DeviceMemory(
+            holdings=Holdings(settings, held_segments(device) if begins else (), state_bytes),
+            arrangements=arrangements(self._option, text if self._before is None else self._before),
+            limit_bytes=device_bytes(device, margin=0),
+        )
+
+    def arrange(self, footprint: Footprint | None, device: torch.device) -> None:
+        """Arrange the device's memory as a plan's footprint has it, until `put_back`."""
+        if footprint is None or footprint.arrangement is Arrangement.AS_IT_IS or self._option == "leave":
+            return
+        torch.cuda.empty_cache()
+        if footprint.arrangement is Arrangement.ARENA:
+            free = footprint.reserved_bytes - torch.cuda.memory_reserved(device)
+            if free > 0:
+                torch.empty(free, dtype=torch.uint8, device=device)
+        elif self._before is None:
+            before = internals.allocator_settings()
+            internals.set_allocator_settings(with_expandable_segments(before, True))
+            self._before = before
+            log.info("expandable segments are switched on while the scheduled step is trained")
+
+    def put_back(self) -> None:
+        """Leave the allocator with the settings that it had."""
+        if self._before is not None:
+            internals.set_allocator_settings(with_expandable_segments(self._before, False))
+            self._before = None
+
+
+def arrangements(option: str, settings: str) -> tuple[Arrangement, ...]:
+    """How memory may be arranged, given what the user has set (`internals.allocator_settings`)."""
+    if option == "leave":
+        return (Arrangement.AS_IT_IS,)
+    named = {part.partition(":")[0].strip() for part in settings.split(",")}
+    if named.intersection(SETTLED_BY_USERS):
+        return (Arrangement.AS_IT_IS, Arrangement.ARENA)
+    return (Arrangement.AS_IT_IS, Arrangement.EXPANDABLE, Arrangement.ARENA)
+
+
+def with_expandable_segments(settings: str, value: bool) -> str:
+    """A text of settings, with expandable segments on or off."""
+    others = [part for part in settings.split(",") if part and not part.strip().startswith("expandable_segments")]
+    return ",".join([*others, f"expandable_segments:{value}"])
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """What is allocated on a CUDA device now, workspaces of cuBLAS in the forward's and the backward's thread among it.
+
+    Each thread's library takes its workspace with its first matrix product, and keeps it: it is made to.
+    """
+    try:
+        with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+            ones = torch.ones(16, 16, device=device, requires_grad=True)
+            (ones @ ones).sum().backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:  # "deterministic behavior was enabled", without the setting that cuBLAS needs for it
+        log.info("cuBLAS's workspaces are not counted: %s", error)
+    torch.cuda.synchronize(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def held_segments(device: torch.device) -> tuple[Segment, ...]:
+    """What the allocator holds on a CUDA device."""
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    found: Sequence[Mapping[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    return tuple(segment_of(one) for one in found if one["device"] == index)
+
+
+def segment_of(snapshot: Mapping[str, Any]) -> Segment:
+    """A segment of ``torch.cuda.memory_snapshot``."""
+    blocks = tuple((int(block["size"]), block["state"] != "inactive") for block in snapshot["blocks"])
+    return Segment(
+        address=int(snapshot["address"]),
+        nbytes=int(snapshot["total_size"]),
+        small=snapshot["segment_type"] == "small",
+        blocks=blocks,
+        expandable=bool(snapshot.get("is_expandable")),
+    )
+
+
+def _is_torchs_own() -> bool:
+    return torch.cuda.get_allocator_backend() == "native"
