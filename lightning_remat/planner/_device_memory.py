@@ -102,7 +102,7 @@ class DeviceMemory:
         for _ in range(TRIES):
             if self._excess(best, budget_bytes, reserved) <= 0:
                 return _bounded(best, first)
-            within -= max(self._excess(best, budget_bytes, reserved), int(LEAST_STEP * (within - graph.floor_bytes)))
+            within = less(within, graph.floor_bytes, self._excess(best, budget_bytes, reserved))
             try:
                 graph, solution = again(within)
             except InfeasibleBudgetError:
@@ -133,6 +133,12 @@ class DeviceMemory:
         assert solution.schedule is not None
         free = best_footprint(graph, solution.schedule, None, self.holdings, self.arrangements)
         return max(1, free.reserved_bytes - budget_bytes)
+
+
+def less(within: int, floor_bytes: int, excess: int) -> int:
+    """What to solve within next, where a schedule within ``within`` bytes took so many too much: never down to the floor."""
+    room = max(0, within - floor_bytes)
+    return within - max(1, int(LEAST_STEP * room), min(excess, room // 2))
 
 
 def _bounded(found: _Found, first: Solution) -> _Found:

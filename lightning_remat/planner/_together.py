@@ -25,7 +25,7 @@ from lightning_remat.capture import CapturedGraph
 from lightning_remat.errors import InfeasibleBudgetError
 from lightning_remat.graph import ComputationGraph, Op, Phase
 from lightning_remat.planner._config import RematConfig
-from lightning_remat.planner._device_memory import DeviceMemory
+from lightning_remat.planner._device_memory import DeviceMemory, less
 from lightning_remat.planner._make import Progress, make_plan, resolve_budget
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._plan_cache import PlanCache
@@ -163,7 +163,7 @@ def plan_together(
         if found.fits and (reserved or found.allocated_bytes <= budget):
             break
         floor = max(plan.graph.floor_bytes for plan in plans)
-        within -= max(found.allocated_bytes - budget, int(LESS * (within - floor)))
+        within = less(within, floor, max(found.allocated_bytes - budget, int(LESS * (within - floor))))
         smaller = dataclasses.replace(config, budget=within)
         try:
             plans = _planned_together(parts, smaller, fixed, held_bytes, progress, cache)
