@@ -296,6 +296,17 @@ def test_the_arrangement_that_fits_is_chosen() -> None:
     assert best_footprint(graph, schedule, None).arrangement is Arrangement.AS_IT_IS
 
 
+def test_a_step_begins_with_what_the_device_holds() -> None:
+    """Held once: parameters and the first batch lie in the segments, with what else is there."""
+    graph, schedule = scaled(5, MIB)
+    held = sum(nbytes for storage, nbytes in enumerate(graph.storages) if storage in graph.input_storages)
+    blocks = ((held, True), (3 * MIB, False), (200 * MIB, True))
+    segments = (Segment(MIB, sum(size for size, _ in blocks), False, blocks),)
+    anew, begun = footprint(graph, schedule), footprint(graph, schedule, None, Holdings(segments=segments))
+    assert begun.allocated_bytes >= 200 * MIB + simulate(graph, schedule).peak_bytes - graph.resident_bytes
+    assert begun.reserved_bytes >= anew.allocated_bytes + 200 * MIB - graph.resident_bytes
+
+
 def test_the_optimizers_state_comes_after_the_first_step() -> None:
     graph, schedule = scaled(5, MIB)
     graph = dataclasses.replace(graph, resident_bytes=200 * MIB)
