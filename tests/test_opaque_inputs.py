@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +77,10 @@ def announced(target: Any, *args: Any) -> OpCall:
 
 
 @pytest.fixture
-def logged(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[int], list[str]]]:
+def logged(caplog: pytest.LogCaptureFixture) -> Callable[[int], list[str]]:
     """What the cost modules say, from a level on."""
     caplog.set_level(logging.DEBUG, "lightning_remat.cost")
-    yield lambda level: [record.getMessage() for record in caplog.records if record.levelno >= level]
+    return lambda level: [record.getMessage() for record in caplog.records if record.levelno >= level]
 
 
 def captured_graph(function: Callable[..., Any], *inputs: torch.Tensor) -> CapturedGraph:
@@ -90,8 +90,7 @@ def captured_graph(function: Callable[..., Any], *inputs: torch.Tensor) -> Captu
 
 
 def call_of(captured: CapturedGraph, target: str) -> OpCall:
-    (found,) = [one for one in captured.calls if one is not None and str(one.target) == target]
-    return found
+    return next(one for one in captured.calls if one is not None and str(one.target) == target)
 
 
 # -- profile ----------------------------------------------------------------------------------------------------------
@@ -203,13 +202,17 @@ def test_keys_tell_sources_apart(tmp_path: Path) -> None:
     def own(x: torch.Tensor) -> torch.Tensor:
         return x > 0
 
-    of_own = call(aten.where.self, mask, x, x, outputs=(x,), sources=(Source(call(own, x, outputs=(mask,)), 0), None, None))
+    of_own = call(
+        aten.where.self, mask, x, x, outputs=(x,), sources=(Source(call(own, x, outputs=(mask,)), 0), None, None)
+    )
     assert where(0.5).key == where(0.5).key
     assert len({where(0.5).key, where(0.7).key, where(0.5, plain=True).key, of_own.key}) == 4
     cache = CostCache(tmp_path)
     cost = OpCost(1.0, 2, ((0, 3), (2, 0)))
     cache.store(CPU, [where(0.5), of_own], [cost, cost])
-    assert cache.load(CPU) == {where(0.5).key: cost}, "what an op outside of ATen made may be otherwise in the next process"
+    assert cache.load(CPU) == {where(0.5).key: cost}, (
+        "what an op outside of ATen made may be otherwise in the next process"
+    )
 
 
 # -- real against fake -------------------------------------------------------------------------------------------------
@@ -243,9 +246,7 @@ def lstm() -> tuple[OpCall, OpCall]:
     """One layer and its backward, time 5, batch 2, width 8 to 6."""
     x, h, out = spec(5, 2, 8), spec(2, 6), spec(5, 2, 6)
     weights = (spec(24, 8), spec(24, 6), spec(24), spec(24))
-    forward = announced(
-        aten.mkldnn_rnn_layer.default, x, *weights, h, h, False, [], 2, 6, 1, True, False, False, True
-    )
+    forward = announced(aten.mkldnn_rnn_layer.default, x, *weights, h, h, False, [], 2, 6, 1, True, False, False, True)
     args = (x, *weights, h, h, out, h, h, out, h, h, False, 2, 6, 1, True, True, False, [], False, forward.outputs[3])
     taken = {7: 0, 8: 1, 9: 2, 13: 3}
     backward = announced(aten.mkldnn_rnn_layer_backward.default, *args)
