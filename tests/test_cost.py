@@ -676,6 +676,14 @@ def test_devices_are_found_by_the_name_the_driver_gives(driver_name: str, name: 
     assert device_spec(name.lower()).name == name
 
 
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda"), torch.device("cuda", 1)])
+def test_cuda_devices_are_found_with_and_without_an_index(
+    device: str | torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
+    assert device_spec(device).name == "L4"
+
+
 def test_an_unknown_gpu_is_told_of(warnings_logged: list[logging.LogRecord]) -> None:
     assert cuda_spec_name("NVIDIA L40S") in device_specs()
     assert "NVIDIA L40S" in warnings_logged[0].message
