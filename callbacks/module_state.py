@@ -8,6 +8,8 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 
+from lightning_remat._blocks import block_bytes
+
 
 class ModuleState:
     """Buffers, random generators, and the module's own numbers, texts and lists, as they are now.
@@ -29,7 +31,8 @@ class ModuleState:
     @property
     def nbytes(self) -> int:
         """Bytes that the copies take on the device."""
-        return sum(copy.nbytes for _, copy in self._buffers if copy.device.type == self._device.type)
+        kind = self._device.type
+        return sum(block_bytes(copy.nbytes, kind) for _, copy in self._buffers if copy.device.type == kind)
 
     def restore(self) -> None:
         """Put all of it back."""

@@ -73,6 +73,12 @@ def _modules_of(function: Callable[..., Any]) -> list[torch.nn.Module]:
     return [thing for thing in found if isinstance(thing, torch.nn.Module)]
 
 
+def _main_device(modules: Sequence[torch.nn.Module]) -> torch.device | None:
+    """Where most of the modules' bytes are; ``None`` where they hold none."""
+    devices = {p.device for module in modules for p in (*module.parameters(), *module.buffers())}
+    return max(devices, key=lambda device: held_bytes(*modules, device=device), default=None)
+
+
 def rematerialize(
     module_or_function: torch.nn.Module | Callable[..., Any],
     budget: Any = "auto",
@@ -132,13 +138,13 @@ def rematerialize(
 
     def surroundings() -> Surroundings:
         trainable = [p for module in modules for p in module.parameters() if p.requires_grad]
-        module_bytes = held_bytes(*modules)
+        device = _main_device(modules)
         return Surroundings(
-            module_bytes=module_bytes,
-            trainable_bytes=held_bytes(trainable),
+            module_bytes=held_bytes(*modules, device=device),
+            trainable_bytes=held_bytes(trainable, device=device),
             resident_bytes=resident_bytes,
             old_gradients=old_gradients,
-            held_bytes=held_bytes(*modules, gradients=True) + resident_bytes,
+            held_bytes=held_bytes(*modules, gradients=True, device=device) + resident_bytes,
         )
 
     step = ScheduledStep(function, config, surroundings=surroundings, name=name)

@@ -181,7 +181,7 @@ def device_bytes(device: torch.device | str, margin: float = 0.05, held_bytes: i
     of the control groups (containers) that the process is in, plus ``held_bytes``.
 
     Args:
-        device: a CPU or CUDA device.
+        device: a CPU or CUDA device; ``"cuda"`` is the current one.
         margin: share of the result to leave unused, in [0, 1), for what the allocator does not count.
         held_bytes: what the step holds on the device already (parameters, buffers, optimizer state; see
             `lightning_remat.measure.held_bytes`). Counted on CPU only: there it is missing from what is available. On CUDA
@@ -212,6 +212,8 @@ def device_bytes(device: torch.device | str, margin: float = 0.05, held_bytes: i
 def device_total_bytes(device: torch.device | str) -> int:
     """All the bytes that ``device`` has, used or not; on CPU, within the limits of the process's control groups.
 
+    ``"cuda"`` is the current CUDA device.
+
     Raises:
         BudgetError: for a device that is neither CPU nor CUDA, or where the system does not say.
     """
@@ -227,6 +229,8 @@ def _device(device: torch.device | str) -> torch.device:
         raise BudgetError(
             f"how much memory a {where.type!r} device has is not known here: give the budget as a size, such as '8GiB'"
         )
+    if where.type == "cuda" and where.index is None:  # not all of torch's functions take it so
+        where = torch.device("cuda", torch.cuda.current_device())
     return where
 
 

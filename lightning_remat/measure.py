@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler as autograd_profiler
 
+from lightning_remat._blocks import block_bytes
 from lightning_remat._profiler import profiler_in_use, profiler_running, quiet_profiler
 from lightning_remat.errors import RematError
 
@@ -109,7 +110,7 @@ def track_peak(device: torch.device | str | None = None) -> Iterator[PeakMemory]
 
 
 def held_bytes(*objects: object, gradients: bool = False, device: torch.device | str | None = None) -> int:
-    """Bytes of the distinct storages on which the tensors in ``objects`` lie.
+    """Bytes of the distinct storages on which the tensors in ``objects`` lie; on CUDA, of the allocator's blocks for them.
 
     A storage counts once and whole, however many tensors lie on it and however little of it they show. Tensors that hold
     no memory (meta, fake, lazy) count nothing.
@@ -134,7 +135,7 @@ def held_bytes(*objects: object, gradients: bool = False, device: torch.device |
                 if only is None or (place.type == only.type and only.index in (None, place.index)):
                     key = place, storage.data_ptr()
                     found[key] = max(found.get(key, 0), storage.nbytes())
-    return sum(found.values())
+    return sum(block_bytes(nbytes, place.type) for (place, _), nbytes in found.items())
 
 
 # -- CUDA -------------------------------------------------------------------------------------------------------------

@@ -270,6 +270,28 @@ class TestDevices:
         )
         assert (_cpu_available_bytes(root), _cpu_total_bytes(root)) == (8 * 1024, 16 * 1024)
 
+    def test_cuda_without_an_index_is_the_current_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        asked: set[torch.device] = set()
+
+        def fraction(device: torch.device) -> float:
+            if device.index is None:
+                raise ValueError("Expected a torch.device with a specified index")
+            return 0.5
+
+        def info(device: torch.device) -> tuple[int, int]:
+            asked.add(device)
+            return 6 * GIB, 8 * GIB
+
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", info)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB)
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", fraction, raising=False)
+        assert device_bytes("cuda", margin=0) == device_bytes(torch.device("cuda"), margin=0) == 4 * GIB
+        assert device_total_bytes("cuda") == 8 * GIB
+        assert asked == {torch.device("cuda", 3)}
+        device_bytes("cuda:1")
+        assert torch.device("cuda", 1) in asked
+
     @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
     def test_cuda_counts_what_the_allocator_holds_once(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import os
 import weakref
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_remat import rematerialize
 from lightning_remat.capture import OpCall, TensorSpec
 from lightning_remat.cost import (
     CostCache,
@@ -400,6 +402,97 @@ def test_costs_are_kept_apart_by_what_chooses_kernels(tmp_path: Path) -> None:
     assert cache.load(CPU) == {mm(2, 2, 2).key: OpCost(1.0, 2)}
 
 
+@contextlib.contextmanager
+def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def test_costs_are_kept_apart_by_settings_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint(CPU)
+    found = []
+    for owner, name, value in (
+        (torch.backends.mkldnn, "deterministic", True),
+        (torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
+        (torch.backends.mkldnn.conv, "fp32_precision", "bf16"),
+        (torch.backends.mkldnn.rnn, "fp32_precision", "bf16"),
+    ):
+        with changed(owner, name, value):
+            found.append(fingerprint(CPU))
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    found.append(fingerprint(CPU))
+    torch.use_deterministic_algorithms(True)
+    found.append(fingerprint(CPU))
+    torch.use_deterministic_algorithms(False)
+    assert fingerprint(CPU) == before
+    monkeypatch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "BF16")
+    found.append(fingerprint(CPU))
+    assert len({str(one) for one in (before, *found)}) == 1 + len(found)
+
+
+def test_costs_are_kept_apart_by_settings_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any machine: the settings are there without a device."""
+    cuda, name = torch.backends.cuda, "NVIDIA H100 80GB HBM3"
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    before = fingerprint(device)
+    assert before["device"] == name and before["torch"] == torch.__version__
+    found = []
+    for owner, setting, value in (
+        (torch.backends.cudnn, "benchmark", True),
+        (torch.backends.cudnn, "deterministic", True),
+        (cuda.matmul, "allow_fp16_accumulation", True),
+        (cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+    ):
+        with changed(owner, setting, value):
+            found.append(fingerprint(device))
+    for owner, setting, value in (
+        (torch.backends.cudnn, "benchmark_limit", 3),
+        (cuda, "preferred_linalg_library", lambda: "magma"),
+        (cuda, "preferred_blas_library", lambda: "cublaslt"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, setting, value)
+            found.append(fingerprint(device))
+    for variable in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE"):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "0")
+            found.append(fingerprint(device))
+    with changed(cuda.matmul, "fp32_precision", "none"):  # the older spelling does not put this back
+        cuda.matmul.allow_tf32 = True
+        found.append(fingerprint(device))
+        cuda.matmul.allow_tf32 = False
+    with changed(cuda.matmul, "fp32_precision", "tf32"):
+        newer = fingerprint(device)
+    kernels = "backends.cuda.matmul.fp32_precision"
+    assert newer[kernels] == found[-1][kernels] == "tf32" != before[kernels]
+    assert fingerprint(device) == before
+    assert len({str(one) for one in (before, *found)}) == 1 + len(found)
+
+
+def test_a_setting_that_is_changed_between_two_runs_has_costs_measured_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("LIGHTNING_REMAT_CACHE", str(tmp_path))
+    net = torch.nn.Linear(7, 5)
+
+    def run() -> set[str]:
+        step = rematerialize(net, budget=1.0)
+        step(torch.randn(3, 7)).sum().backward()
+        assert len(step.plans) == 1, "captured and planned"
+        return {file.name for file in tmp_path.glob("costs-*.json")}
+
+    first = run()
+    assert len(first) == 1 and run() == first
+    with changed(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"):
+        assert len(run() - first) == 1
+    assert len(run()) == 2
+
+
 def test_writers_add_to_each_other(tmp_path: Path) -> None:
     one, other = CostCache(tmp_path), CostCache(tmp_path)
     one.store(CPU, [mm(2, 2, 2)], [OpCost(1.0, 2)])
@@ -427,10 +520,12 @@ def test_readers_see_whole_files_while_others_write(tmp_path: Path, warnings_log
         "{not json",
         "[]",
         '{"format": "lightning_remat.costs", "version": 99, "costs": {}}',
-        '{"format": "lightning_remat.costs", "version": 1}',
-        '{"format": "lightning_remat.costs", "version": 1, "costs": {"a": [NaN, 0]}}',
-        '{"format": "lightning_remat.costs", "version": 1, "costs": {"a": [0.5]}}',
-        '{"format": "lightning_remat.costs", "version": 1, "costs": {"a": [0.5, -1]}}',
+        '{"format": "lightning_remat.costs", "version": 3}',
+        '{"format": "lightning_remat.costs", "version": 3, "costs": {"a": [NaN, 0, []]}}',
+        '{"format": "lightning_remat.costs", "version": 3, "costs": {"a": [0.5]}}',
+        '{"format": "lightning_remat.costs", "version": 3, "costs": {"a": [0.5, 0, [[1, -2]]]}}',
+        '{"format": "lightning_remat.costs", "version": 3, "costs": {"a": [0.5, 0, [1]]}}',
+        '{"format": "lightning_remat.costs", "version": 3, "costs": {"a": [0.5, -1, []]}}',
         "[" * 100_000,
         "\xff\xfe",
     ],
@@ -579,6 +674,14 @@ def test_roofline_is_the_slower_of_computing_and_moving() -> None:
 def test_devices_are_found_by_the_name_the_driver_gives(driver_name: str, name: str) -> None:
     assert cuda_spec_name(driver_name) == name
     assert device_spec(name.lower()).name == name
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda"), torch.device("cuda", 1)])
+def test_cuda_devices_are_found_with_and_without_an_index(
+    device: str | torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA L4")
+    assert device_spec(device).name == "L4"
 
 
 def test_an_unknown_gpu_is_told_of(warnings_logged: list[logging.LogRecord]) -> None:

@@ -233,6 +233,6 @@ class TestHeld:
     @needs_gpu
     def test_cuda_tensors_are_told_apart(self) -> None:
         both = torch.zeros(2), torch.zeros(3, device="cuda")
-        assert held_bytes(both) == 20
-        assert held_bytes(both, device="cuda") == held_bytes(both, device="cuda:0") == 12
+        assert held_bytes(both) == 520
+        assert held_bytes(both, device="cuda") == held_bytes(both, device="cuda:0") == 512
         assert held_bytes(both, device="cpu") == 8

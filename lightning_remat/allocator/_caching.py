@@ -20,10 +20,10 @@ import bisect
 import dataclasses
 from collections.abc import Iterable
 
+from lightning_remat._blocks import CUDA_BLOCK_BYTES
 from lightning_remat.allocator._settings import DEFAULTS, MIB, AllocatorSettings
 
-BLOCK = 512
-"""Bytes: every block is a multiple of it."""
+BLOCK = CUDA_BLOCK_BYTES
 
 SMALL = 1 * MIB
 """Blocks up to this size are small."""

@@ -1,8 +1,8 @@
 """torch to computation graph."""
 
 from lightning_remat.capture._autocast import Autocast
-from lightning_remat.capture._call import OpCall, TensorSpec
+from lightning_remat.capture._call import OpCall, Source, TensorSpec, same_device
 from lightning_remat.capture._joint import CapturedGraph, from_joint
 from lightning_remat.capture._ops import PARTS
 
-__all__ = ["PARTS", "Autocast", "CapturedGraph", "OpCall", "TensorSpec", "from_joint"]
+__all__ = ["PARTS", "Autocast", "CapturedGraph", "OpCall", "Source", "TensorSpec", "from_joint", "same_device"]

@@ -1,14 +1,18 @@
-"""One operation as it is called: the op, and where its tensors stand among its arguments."""
+"""One operation as it is called: the op, where its tensors stand among its arguments, and which other calls make them."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+
+from lightning_remat._blocks import block_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +41,10 @@ class TensorSpec:
         """Bytes of ``span``."""
         return self.span * self.dtype.itemsize
 
+    def bytes_on(self, device: torch.device) -> int:
+        """Bytes of the block that ``device`` gives for ``span``, 0 where the tensor lies on another one."""
+        return block_bytes(self.nbytes, device.type) if same_device(self.device, device) else 0
+
     @property
     def whole(self) -> bool:
         """Whether each element of the storage is one of the tensor's."""
@@ -53,6 +61,19 @@ class TensorSpec:
         return True
 
 
+def same_device(one: torch.device, other: torch.device) -> bool:
+    """Whether both name one device; one without an index is any of its type."""
+    return one.type == other.type and (None in (one.index, other.index) or one.index == other.index)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where an input comes from: the call that makes it, and its place among the tensors that this one returns."""
+
+    call: OpCall
+    output: int
+
+
 @dataclasses.dataclass(frozen=True)
 class OpCall:
     """A call of ``target`` with `TensorSpec` leaves where tensors go.
@@ -62,19 +83,48 @@ class OpCall:
         args: positional arguments; tuples, lists and dicts may nest.
         kwargs: keyword arguments, likewise.
         outputs: specs of the tensors that it returns, in order.
+        sources: for each of ``inputs()`` whose values only the op that makes them can give (a random state, a mask, indices,
+            a kernel's reserve), where it comes from; ``None`` for the others, and nothing at all where there are no such.
     """
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     outputs: tuple[TensorSpec, ...]
+    sources: tuple[Source | None, ...] = dataclasses.field(default=(), repr=False)
 
-    @property
+    def __post_init__(self) -> None:
+        if self.sources:
+            _ = self.key  # found now, from those of its sources: later the way to the first may be a long one
+
+    @functools.cached_property
     def key(self) -> str:
-        """Equal for calls that do the same work: target, shapes, dtypes, strides, device and plain arguments."""
+        """Equal for calls that do the same work: target, shapes, dtypes, strides, device, plain arguments and sources."""
         plain = inspect.isfunction(self.target)  # its own text holds an address, of this process only
         name = f"{self.target.__module__}.{self.target.__name__}" if plain else str(self.target)
-        return f"{name}({self.args!r}, {sorted(self.kwargs.items())!r})"
+        key = f"{name}({self.args!r}, {sorted(self.kwargs.items())!r})"
+        made = [
+            f"{i}: {hashlib.sha256(source.call.key.encode()).hexdigest()[:16]}[{source.output}]"
+            for i, source in enumerate(self.sources)
+            if source is not None
+        ]
+        return f"{key} of {', '.join(made)}" if made else key
+
+    def producers(self) -> list[OpCall]:
+        """The calls that its inputs come from and those that theirs do, each once (by `key`), after those it reads of."""
+        found: dict[str, OpCall] = {}
+        waiting: list[tuple[OpCall, bool]] = [(self, False)]
+        while waiting:
+            call, ready = waiting.pop()
+            if call.key in found:
+                continue
+            if ready:
+                found[call.key] = call
+                continue
+            waiting.append((call, True))
+            waiting.extend((source.call, False) for source in reversed(call.sources) if source is not None)
+        found.pop(self.key)
+        return list(found.values())
 
     def inputs(self) -> Iterator[TensorSpec]:
         """The tensors among the arguments, in order."""

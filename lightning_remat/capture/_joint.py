@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.fx
 
+from lightning_remat._blocks import block_bytes
 from lightning_remat.capture import _ops, _overwriting, _unread
 from lightning_remat.capture._autocast import NO_AUTOCAST, Autocast, share_casts
-from lightning_remat.capture._call import OpCall, TensorSpec
+from lightning_remat.capture._call import OpCall, Source, TensorSpec, same_device
 from lightning_remat.capture._sizes import Sizes, Symbol, size_node, symbols_among, symbols_of, unlike_any
 from lightning_remat.capture._torch import HigherOrderOperator, OpOverload, hint, largest, output_of_tangent
 from lightning_remat.errors import CaptureError
@@ -36,7 +37,8 @@ class CapturedGraph:
     """One captured graph of a training step.
 
     Attributes:
-        graph: the computation graph; costs are zero until a cost model has filled them in.
+        graph: the computation graph; costs are zero until a cost model has filled them in. Its storages have the bytes that
+            they take on ``device``: none where they lie elsewhere.
         module: the joint graph module, rewritten so that each op is one node.
         nodes: the torch node of each op; ``None`` for one that stands for something outside the graph.
         tensors: the torch node that stands for each tensor; ``None`` for an output that nobody reads.
@@ -49,6 +51,8 @@ class CapturedGraph:
         backward_outputs: what the backward module returns.
         sizes: what the symbolic sizes stand for, here.
         symbols: those that sizes of tensors depend on, and their nodes among ``primals``.
+        device: where most of the step's bytes are.
+        real_bytes: by storage, what it really takes on ``device`` where that was seen to be other than tracing says.
     """
 
     graph: ComputationGraph
@@ -64,8 +68,10 @@ class CapturedGraph:
     backward_outputs: tuple[Any, ...]
     sizes: Sizes
     symbols: dict[Symbol, Node]
+    device: torch.device
     _read: Callable[[Sizes], CapturedGraph]
     _order: tuple[int, ...] = ()
+    real_bytes: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def at(self, sizes: Sequence[int]) -> CapturedGraph:
         """The same ops in the same order, without costs, where ``symbols`` are ``sizes``."""
@@ -83,6 +89,30 @@ class CapturedGraph:
             calls=tuple(self.calls[i] for i in order),
             _order=tuple(earlier[i] for i in order),
         )
+
+    def with_costs(
+        self, seconds: Sequence[float], workspace_bytes: Sequence[int], real_bytes: Sequence[Sequence[tuple[int, int]]]
+    ) -> CapturedGraph:
+        """With what each op costs, and with the bytes of those of its outputs that take others than tracing says.
+
+        Args:
+            seconds: one an op.
+            workspace_bytes: one an op.
+            real_bytes: for each op, such outputs (places among all of its own) and their bytes on ``device``.
+        """
+        graph = self.graph.with_costs(seconds, workspace_bytes)
+        found: dict[int, int] = {}
+        for op, pairs in zip(graph.ops, real_bytes, strict=True):
+            found.update((graph.tensors[op.outputs[place]].storage, nbytes) for place, nbytes in pairs)
+        return dataclasses.replace(self, graph=graph).taking(found)
+
+    def taking(self, real_bytes: Mapping[int, int]) -> CapturedGraph:
+        """With these bytes for these storages, but for those that are handed in."""
+        graph = self.graph
+        given = {graph.tensors[t].storage for t in graph.inputs}
+        kept = {storage: nbytes for storage, nbytes in real_bytes.items() if storage not in given}
+        storages = tuple(kept.get(i, nbytes) for i, nbytes in enumerate(graph.storages))
+        return dataclasses.replace(self, graph=graph.replace(storages=storages), real_bytes=kept)
 
     def size_limits(self) -> tuple[int | None, ...]:
         """The most that each of ``symbols`` may be; ``None`` where there is no bound."""
@@ -126,16 +156,6 @@ class CapturedGraph:
                 through[node] = set().union(*(through[source] for source in node.all_input_nodes))
         gradients = [through[node] if isinstance(node, Node) else set() for node in self.backward_outputs]
         return frozenset(i for i, tangents in enumerate(gradients) if tangents and tangents <= missing)
-
-    @functools.cached_property
-    def device(self) -> torch.device:
-        """Where most of the step's bytes are."""
-        totals: dict[torch.device, int] = {}
-        for node in self.tensors:
-            if node is not None:
-                spec = TensorSpec.of(node.meta["val"], self.sizes)
-                totals[spec.device] = totals.get(spec.device, 0) + spec.nbytes
-        return max(totals, key=lambda device: totals[device]) if totals else torch.device("cpu")
 
 
 def is_tensor(node: Any) -> bool:
@@ -455,12 +475,14 @@ class _Reader:
         self.node_tensor: dict[Node, int] = {}
         self.storages: list[int] = []
         self.storages_anywhere: list[int] = []
+        self.storage_devices: list[torch.device] = []
         self.given_storages: set[int] = set()
         self.updated = _updated_in_place(module.graph, forward_outputs)
         self.sizes, self.symbols = sizes, symbols
         # What may be done with tensors of any size, and not because two sizes happen to be equal here.
         self.any_sizes = unlike_any(symbols)
         self.symbols_seen: set[Symbol] = set()
+        self.calls: dict[Node, OpCall] = {}
 
     def tensor(
         self, node: Node | None, value: torch.Tensor, name: str, *, on: int | None = None, role: TensorRole
@@ -472,6 +494,7 @@ class _Reader:
             on = len(self.storages)
             self.storages.append(spec.nbytes)
             self.storages_anywhere.append(TensorSpec.of(value, self.any_sizes).nbytes)
+            self.storage_devices.append(spec.device)
         self.tensor_list.append(Tensor(name, on, spec.shape, str(spec.dtype).removeprefix("torch."), role))
         self.tensor_nodes.append(node)
         index = len(self.tensor_list) - 1
@@ -505,13 +528,17 @@ class _Reader:
             nodes.append(node)
             calls.append(call)
         user, transient = self._split_forward_outputs()
+        device = self._main_device()
         # The gradient of a scalar loss comes from `Tensor.backward`, which holds it until the backward is done.
         ones = [n for n in self.tangents if is_tensor(n) and n.meta["val"].dim() == 0]
         kept = (*self.backward_outputs, *ones)
         graph = ComputationGraph(
             ops=tuple(ops),
             tensors=tuple(self.tensor_list),
-            storages=tuple(self.storages),
+            storages=tuple(
+                block_bytes(nbytes, device.type) if same_device(where, device) else 0
+                for nbytes, where in zip(self.storages, self.storage_devices, strict=True)
+            ),
             inputs=tuple(inputs),
             forward_outputs=user,
             forward_transient=transient,
@@ -532,8 +559,18 @@ class _Reader:
             backward_outputs=self.backward_outputs,
             sizes=self.sizes,
             symbols={symbol: node for symbol, node in self.symbols.items() if symbol in self.symbols_seen},
+            device=device,
             _read=lambda _sizes: self.read(),
         )
+
+    def _main_device(self) -> torch.device:
+        """Where most of the step's bytes are."""
+        totals: dict[torch.device, int] = {}
+        for node in self.tensor_nodes:
+            if node is not None:
+                spec = TensorSpec.of(node.meta["val"], self.sizes)
+                totals[spec.device] = totals.get(spec.device, 0) + spec.nbytes
+        return max(totals, key=lambda device: totals[device]) if totals else torch.device("cpu")
 
     def _role(self, index: int) -> TensorRole:
         if index < len(self.parameters) and self.parameters[index]:
@@ -699,10 +736,15 @@ class _Reader:
         return True
 
     def _call(self, node: Node) -> OpCall:
+        if node in self.calls:
+            return self.calls[node]
+        read: list[Node] = []
+
         def plain(value: Any) -> Any:
             if isinstance(value, Node):
                 found = value.meta.get("val")
                 if isinstance(found, torch.Tensor):
+                    read.append(value)
                     return TensorSpec.of(found, self.sizes)
                 return self.sizes(found)
             if isinstance(value, (tuple, list)):
@@ -714,7 +756,21 @@ class _Reader:
         value = node.meta["val"]
         values = value if isinstance(value, (tuple, list)) else (value,)
         outputs = tuple(TensorSpec.of(v, self.sizes) for v in values if isinstance(v, torch.Tensor))
-        return OpCall(node.target, plain(tuple(node.args)), plain(dict(node.kwargs)), outputs)  # type: ignore[arg-type]
+        target: Callable[..., Any] = node.target  # type: ignore[assignment]
+        args, kwargs = plain(tuple(node.args)), plain(dict(node.kwargs))
+        call = self.calls[node] = OpCall(target, args, kwargs, outputs, self._sources(read))
+        return call
+
+    def _sources(self, read: Sequence[Node]) -> tuple[Source | None, ...]:
+        """Where the opaque ones among an op's inputs come from, and what else it reads of the ops that make those."""
+        made = [_made_by(node) for node in read]
+        opaque = {found[0] for node, found in zip(read, made, strict=True) if found is not None and _is_opaque(node)}
+        if not opaque:
+            return ()
+        return tuple(
+            Source(self._call(found[0]), found[1]) if found is not None and found[0] in opaque else None
+            for found in made
+        )
 
 
 def _computes(node: Node) -> bool:
@@ -732,6 +788,36 @@ def _producer(node: Node) -> Node:
     while node.op == "call_function" and node.target is operator.getitem and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
+
+
+def _made_by(node: Node) -> tuple[Node, int] | None:
+    """The op that returns a tensor, and its place among the tensors that it returns; ``None`` where no op does."""
+    maker = _producer(node)
+    if maker.op != "call_function" or maker.target is _unread.stand_in or not is_tensor(node):
+        return None
+    if node is maker:
+        return maker, 0
+    values, place = maker.meta["val"], node.args[1]
+    if node.args[0] is not maker or any(isinstance(value, (tuple, list)) for value in values):
+        return None
+    return maker, sum(isinstance(value, torch.Tensor) for value in values[:place])
+
+
+def _is_opaque(node: Node) -> bool:
+    """Whether the values of a tensor are for those who know the op that made it.
+
+    Such are all results of an op but its first (a random state, a mask, the place of a maximum, what a kernel keeps for its
+    backward), whole numbers and truth values, and views of these: with others in their place, what reads them may fail, or
+    read where it must not. Numbers on the main path are plain data, and so is what the step is given.
+    """
+    made = _made_by(node)
+    if made is None:
+        return False
+    maker, place = made
+    if _ops.is_view(maker.target):
+        return any(_is_opaque(source) for source in maker.all_input_nodes[:1])
+    dtype = node.meta["val"].dtype
+    return place > 0 or not (dtype.is_floating_point or dtype.is_complex)
 
 
 def _gives_read_statistics(node: Node) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lightning_remat._blocks import block_bytes
 from lightning_remat.capture import _torch as internals
 from lightning_remat.errors import CaptureError, ConfigError, RematError
 from lightning_remat.graph import ComputationGraph
@@ -133,8 +134,8 @@ def captured_graph(
             parameters = [p for module in modules for p in module.parameters()]
             buffers = [b for module in modules for b in module.buffers()]
             return Surroundings(
-                module_bytes=sum(one.nbytes for one in (*parameters, *buffers)),
-                trainable_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
+                module_bytes=sum(_bytes(one) for one in (*parameters, *buffers)),
+                trainable_bytes=sum(_bytes(p) for p in parameters if p.requires_grad),
                 resident_bytes=resident_bytes,
                 old_gradients=old_gradients,
             )
@@ -160,6 +161,10 @@ def captured_graph(
     graph = max(graphs, key=lambda one: len(one.ops))
     notes = [f"captured as {len(graphs)} graphs; the largest one is saved"] * (len(graphs) > 1)
     return Captured(graph, (*notes, *(f"not captured: {reason}" for reason in step.failures)))
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return block_bytes(tensor.nbytes, tensor.device.type)
 
 
 def _device(device: str) -> contextlib.AbstractContextManager[Any]:

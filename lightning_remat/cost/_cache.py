@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from lightning_remat.cost._op_cost import OpCost
 log = logging.getLogger(__name__)
 
 FORMAT = "lightning_remat.costs"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 class CostCache:
@@ -60,7 +59,7 @@ class CostCache:
             "format": FORMAT,
             "version": FORMAT_VERSION,
             "measured_with": fingerprint(device),
-            "costs": {key: [cost.seconds, cost.workspace_bytes] for key, cost in known.items()},
+            "costs": {key: cost.to_list() for key, cost in known.items()},
         }
         try:
             replace_file(path, json.dumps(data, indent=0))
@@ -85,8 +84,8 @@ class CostCache:
 
 
 def _is_lasting(call: OpCall) -> bool:
-    """Whether the key means the same in another process: an ATen op, and no object's address among the arguments."""
-    return bool(aten_name(call)) and " at 0x" not in call.key
+    """Whether the key means the same in another process: ATen ops only, and no object's address among their arguments."""
+    return all(aten_name(one) and " at 0x" not in one.key for one in (call, *call.producers()))
 
 
 def _parse(data: Any) -> dict[str, OpCost]:
@@ -100,11 +99,4 @@ def _parse(data: Any) -> dict[str, OpCost]:
     costs = data.get("costs")
     if not isinstance(costs, dict):
         raise ValueError("no costs")
-    return {key: _parse_cost(value) for key, value in costs.items()}
-
-
-def _parse_cost(value: Any) -> OpCost:
-    match value:
-        case [float() | int() as seconds, int() as workspace] if 0 <= seconds < math.inf and workspace >= 0:
-            return OpCost(float(seconds), workspace)
-    raise ValueError(f"not a cost: {value!r}")
+    return {key: OpCost.from_list(value) for key, value in costs.items()}

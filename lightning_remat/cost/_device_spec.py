@@ -87,13 +87,15 @@ def device_spec(device: str | torch.device) -> DeviceSpec:
     """The figures of a device of the table.
 
     Args:
-        device: a name of the table (upper or lower case), or a torch device, which is looked up by what it is called. A
-            CUDA device that is not in the table is taken for an A100, and a warning in the log says so.
+        device: a name of the table (upper or lower case), or a torch device (``"cuda"``, with an index or without, too), which
+            is looked up by what it is called. A CUDA device that is not in the table is taken for an A100, and a warning in
+            the log says so.
 
     Raises:
         ConfigError: for an unknown name, or a torch device other than ``cpu`` and ``cuda``.
     """
-    if isinstance(device, torch.device):
+    if isinstance(device, torch.device) or device.partition(":")[0] == "cuda":
+        device = torch.device(device)
         if device.type == "cuda":
             return _TABLE[cuda_spec_name(torch.cuda.get_device_name(device)).lower()]
         device = device.type

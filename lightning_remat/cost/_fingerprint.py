@@ -9,41 +9,82 @@ from pathlib import Path
 
 import torch
 
-_GENERAL = ("utils.deterministic.fill_uninitialized_memory",)
+_GENERAL = (
+    "are_deterministic_algorithms_enabled",
+    "is_deterministic_algorithms_warn_only_enabled",
+    "utils.deterministic.fill_uninitialized_memory",
+    "get_float32_matmul_precision",
+    "backends.fp32_precision",
+)
+# Of the two ways to ask for TF32, what the kernels read is the newer one, which the older one sets too.
 _CUDA = (
+    "backends.cudnn.version",
     "backends.cudnn.enabled",
     "backends.cudnn.benchmark",
+    "backends.cudnn.benchmark_limit",
     "backends.cudnn.deterministic",
     "backends.cudnn.conv.fp32_precision",
     "backends.cudnn.rnn.fp32_precision",
     "backends.cuda.matmul.fp32_precision",
     "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
     "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_fp16_accumulation",
+    "backends.cuda.preferred_linalg_library",
+    "backends.cuda.preferred_blas_library",
 )
-_CPU = ("backends.mkldnn.enabled", "backends.mkldnn.conv.fp32_precision", "backends.mkldnn.matmul.fp32_precision")
+_CUDA_ENVIRONMENT = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "CUBLASLT_WORKSPACE_SIZE",
+    "CUDA_LAUNCH_BLOCKING",
+    "DISABLE_ADDMM_CUDA_LT",
+    "NVIDIA_TF32_OVERRIDE",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "TORCH_BLAS_PREFER_CUBLASLT",
+    "TORCH_CUDNN_USE_HEURISTIC_MODE_B",
+    "TORCH_CUDNN_V8_API_DISABLED",
+)
+_CPU = (
+    "backends.cpu.get_cpu_capability",
+    "backends.mkldnn.enabled",
+    "backends.mkldnn.deterministic",
+    "backends.mkldnn.conv.fp32_precision",
+    "backends.mkldnn.matmul.fp32_precision",
+    "backends.mkldnn.rnn.fp32_precision",
+    "get_num_threads",
+)
+_CPU_ENVIRONMENT = (
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+)
 
 
 def fingerprint(device: torch.device) -> dict[str, str]:
-    """The device's model, torch's version and the settings that choose between kernels, by name."""
+    """The device's model, torch's version and the settings that choose between kernels, by name.
+
+    Which attention is dispatched (``torch.backends.cuda.enable_flash_sdp`` and its like) is not among them: what is captured
+    and measured is the kernel that it came to.
+    """
     on_cuda = device.type == "cuda"
-    facts = {
+    settings = (*_GENERAL, *(_CUDA if on_cuda else _CPU))
+    variables = _CUDA_ENVIRONMENT if on_cuda else _CPU_ENVIRONMENT
+    return {
         "device": torch.cuda.get_device_name(device) if on_cuda else cpu_name(),
         "torch": str(torch.__version__),
-        "deterministic": str(torch.are_deterministic_algorithms_enabled()),
+        **{path: _setting(path) for path in settings},
+        **{name: os.environ.get(name, "") for name in variables},
     }
-    if on_cuda:
-        facts["backends.cudnn.version"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
-        facts["CUBLAS_WORKSPACE_CONFIG"] = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
-    else:
-        facts["threads"] = str(torch.get_num_threads())
-        facts["capability"] = torch.backends.cpu.get_cpu_capability()
-    return facts | {path: _setting(path) for path in (*_GENERAL, *(_CUDA if on_cuda else _CPU))}
 
 
 def _setting(path: str) -> str:
     """A setting of torch, by its dotted name; the error's name where torch does not have it or refuses to read it."""
     try:
-        return str(functools.reduce(getattr, path.split("."), torch))
+        value = functools.reduce(getattr, path.split("."), torch)
+        return str(value() if callable(value) else value)
     except (AttributeError, RuntimeError) as error:
         return type(error).__name__
 

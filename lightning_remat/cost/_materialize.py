@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,15 +17,97 @@ _LOW, _HIGH = 0.1, 1.0
 """Positive and never tiny: safe under logarithms, roots and divisions, and never subnormal (slow on CPUs)."""
 
 
+class ProducerError(RuntimeError):
+    """An op that another one's inputs come from cannot be run: that one has nothing to be run on."""
+
+
+_Result = tuple[str, int]
+"""The key of a call, and a place among the tensors that it returns."""
+
+
 def materialize(call: OpCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments with a real tensor for every `TensorSpec`, each on the device of its spec.
 
     Floats are between 0.1 and 1, booleans true, integers 0, indices spread over the rows they index. Strides are those
     of the spec: an expanded tensor stays one. The default random generators are not used.
+
+    Inputs with a source come from a real run of that, whatever their specs say; but for such indices. The sources run one
+    after the other, each on arguments that are dropped before the next; of what they return, only what is read again is
+    held meanwhile.
+
+    Raises:
+        ProducerError: when a source cannot be run.
+    """
+    readers = Counter(_taken(call).values())
+    needed: list[OpCall] = []
+    for one in reversed(call.producers()):
+        if any(key == one.key for key, _ in readers):
+            needed.append(one)
+            readers.update(_taken(one).values())
+    made: dict[_Result, torch.Tensor] = {}
+    for one in reversed(needed):
+        made.update(_results(one, made, readers))
+        for result in _taken(one).values():
+            readers[result] -= 1
+            if not readers[result]:
+                del made[result]
+    return _arguments(call, made)
+
+
+def _results(
+    call: OpCall, made: Mapping[_Result, torch.Tensor], wanted: Container[_Result]
+) -> dict[_Result, torch.Tensor]:
+    """What is wanted of a real run of a call."""
+    try:
+        args, kwargs = _arguments(call, made)
+        returned = enumerate(tensors_in(call.target(*args, **kwargs)))
+        return {(call.key, i): tensor for i, tensor in returned if (call.key, i) in wanted}
+    except Exception as error:
+        raise ProducerError(
+            f"{call.target}, which makes what it reads, cannot be run: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _taken(call: OpCall) -> dict[int, _Result]:
+    """The inputs, by position, that are taken from a real run of their source."""
+    bounds = index_bounds(call)
+    return {
+        position: (source.call.key, source.output)
+        for position, source in enumerate(call.sources)
+        if source is not None and position not in bounds
+    }
+
+
+def _arguments(call: OpCall, made: Mapping[_Result, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a call, with what was ``made`` for those that have a source.
+
+    Raises:
+        ProducerError: when that did not return one of them.
     """
     bounds = index_bounds(call)
+    taken = _taken(call)
+    missing = taken.values() - made.keys()
+    if missing:
+        raise ProducerError(f"{call.target} reads results that were announced and not returned")
     position = itertools.count()
-    return call.with_tensors(lambda spec: tensor(spec, bounds.get(next(position))))
+
+    def one(spec: TensorSpec) -> torch.Tensor:
+        place = next(position)
+        return made[taken[place]] if place in taken else tensor(spec, bounds.get(place))
+
+    return call.with_tensors(one)
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """The tensors in nested tuples, lists and mappings, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
 
 
 def tensor(spec: TensorSpec, index_bound: int | None = None) -> torch.Tensor:

@@ -6,18 +6,18 @@ import contextlib
 import functools
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from lightning_remat.capture import OpCall
+from lightning_remat.capture import OpCall, same_device
 from lightning_remat.cost._cache import CostCache
 from lightning_remat.cost._device_spec import device_spec
 from lightning_remat.cost._materialize import materialize
 from lightning_remat.cost._op_cost import FREE, OpCost
 from lightning_remat.cost._roofline import roofline
 from lightning_remat.cost._timing import PASSES, seconds_of
-from lightning_remat.cost._workspace import ProfilerInUseError, cpu_workspaces, cuda_workspace
+from lightning_remat.cost._workspace import Memory, ProfilerInUseError, cpu_memory, cuda_memory
 from lightning_remat.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -36,16 +36,18 @@ def profile(
 
     Each distinct call (by `OpCall.key`) is measured once, on tensors made for it, and everything it held is dropped
     before the next: the memory needed is that of the largest single op (and on the CPU 16 MiB, see `seconds_of`), so a
-    step that does not fit can be profiled.
+    step that does not fit can be profiled. Inputs that only another op can give (`OpCall.sources`) come from a real run of
+    that op, which is done first and on its own; nothing else of its results is held.
     The user's random numbers stay as they are, on the CPU and on ``device``. Gradients and autocast are off. On CUDA
     the device's peak memory statistics are reset, and cached blocks are given back at the end.
 
-    A call that raises on made-up inputs gets its `roofline` estimate and a workspace of 0, and a warning in the log
+    A call that raises, or whose sources do, gets its `roofline` estimate and a workspace of 0, and a warning in the log
     says so, once for each target. Such estimates are not cached.
 
     Args:
         calls: what to measure; ``None`` stands for what costs nothing (views). Tensors are made where their specs say.
-        device: where time is taken, ``cpu`` or ``cuda``. Calls without a tensor there are timed on the CPU.
+        device: where memory is counted, ``cpu`` or ``cuda``. A call is timed there if it has a tensor there, else on another
+            CUDA device that it has one on, else on the CPU.
         cache: costs measured before, read first and added to; ``None`` measures everything.
         progress: told after each timed op how many are timed, and how many there are to time.
 
@@ -66,7 +68,7 @@ def profile(
     costs = {key: cost for key, cost in (cache.load(device) if cache is not None else {}).items() if key in distinct}
     missing = {key: call for key, call in distinct.items() if key not in costs}
     if missing:
-        with _undisturbed(device):
+        with _undisturbed(device, {where for call in missing.values() for where in _devices(call)}):
             measured, estimated = _measure(missing, device, progress)
         costs.update(measured)
         costs.update(estimated)
@@ -81,13 +83,13 @@ def _measure(
     """Costs by key: those that were measured, and those that had to be estimated."""
     failures = _Failures(device)
     seconds: dict[str, float] = {}
-    workspaces: dict[str, int] = {}
+    memory: dict[str, Memory] = {}
     passes = 1 if device.type == "cuda" else PASSES
     every = [(key, call) for _ in range(passes) for key, call in calls.items()]
     for done, (key, call) in enumerate(every, start=1):
         if key not in failures:
             try:
-                found, workspaces[key] = _time_one(call, device)
+                found, memory[key] = _time_one(call, device)
             except Exception as error:  # noqa: BLE001 - anything may be called, so anything may be raised
                 failures.add(call, error)
                 seconds.pop(key, None)
@@ -98,7 +100,7 @@ def _measure(
     unknown_workspaces: set[str] = set()
     if device.type == "cpu":
         try:
-            workspaces = cpu_workspaces((calls[key] for key in seconds), failures.add)
+            memory = cpu_memory((calls[key] for key in seconds), failures.add)
         except ProfilerInUseError as error:
             log.warning(
                 "Op workspaces were not measured, and count as 0 bytes: %s. Predicted peaks will be too low; plan the "
@@ -106,21 +108,35 @@ def _measure(
                 error,
             )
             unknown_workspaces = set(seconds)
-    measured = {key: OpCost(seconds[key], workspaces[key]) for key in seconds if key in workspaces}
+    measured = {
+        key: OpCost(seconds[key], memory[key].workspace_bytes, memory[key].real_bytes)
+        for key in seconds
+        if key in memory
+    }
     estimated = {key: measured.pop(key) for key in unknown_workspaces}
     estimated.update(failures.estimates())
     return measured, estimated
 
 
-def _time_one(call: OpCall, device: torch.device) -> tuple[float, int]:
-    """Seconds, and on CUDA the workspace in bytes (on the CPU that takes a profiler, which would slow the op: 0)."""
+def _time_one(call: OpCall, device: torch.device) -> tuple[float, Memory]:
+    """Seconds, and on CUDA what it takes there (on the CPU that takes a profiler, which would slow the op: nothing)."""
     args, kwargs = materialize(call)
     run = functools.partial(call.target, *args, **kwargs)
-    on_device = any(spec.device.type == device.type for spec in (*call.inputs(), *call.outputs))
-    if device.type != "cuda" or not on_device:
-        return seconds_of(run, torch.device("cpu")), 0
-    seconds = seconds_of(run, device)
-    return seconds, cuda_workspace(call, args, kwargs, device)
+    seconds = seconds_of(run, _timed_on(call, device))
+    return seconds, cuda_memory(call, args, kwargs, device) if device.type == "cuda" else Memory()
+
+
+def _timed_on(call: OpCall, device: torch.device) -> torch.device:
+    """``device`` if the call has a tensor there, else another CUDA device that it has one on, else the CPU."""
+    devices = _devices(call)
+    if any(same_device(where, device) for where in devices):
+        return device
+    return next((where for where in devices if where.type == "cuda"), torch.device("cpu"))
+
+
+def _devices(call: OpCall) -> list[torch.device]:
+    """Where the call's tensors are, each once, in order."""
+    return list(dict.fromkeys(spec.device for spec in (*call.inputs(), *call.outputs)))
 
 
 class _Failures:
@@ -156,13 +172,14 @@ class _Failures:
 
 
 @contextlib.contextmanager
-def _undisturbed(device: torch.device) -> Iterator[None]:
-    """Plain kernels inside, and nothing of the user's changed afterwards."""
+def _undisturbed(device: torch.device, others: Iterable[torch.device]) -> Iterator[None]:
+    """Plain kernels inside, and nothing of the user's changed afterwards, on ``device`` and on others that are used."""
     collecting = gc.isenabled()
+    on_cuda = dict.fromkeys(torch.empty(0, device=one).device for one in (device, *others) if one.type == "cuda")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+        stack.enter_context(torch.random.fork_rng(devices=list(on_cuda)))
         stack.enter_context(torch.no_grad())
-        for kind in {"cpu", device.type}:
+        for kind in {"cpu", device.type, *(one.type for one in on_cuda)}:
             stack.enter_context(torch.autocast(kind, enabled=False))
         if device.type == "cuda":
             stack.enter_context(torch.cuda.device(device))

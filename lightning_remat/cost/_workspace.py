@@ -1,20 +1,26 @@
 """How much memory an operation takes for itself: its peak above its inputs and outputs.
 
-What counts as output is what the computation graph counts, the storages of ``OpCall.outputs``: padding that a kernel
-adds to a storage is workspace here. Memory that the allocator does not know of (scratch that oneDNN or cuBLAS allocates
-for itself, once) is not seen.
+What counts as output is what the computation graph counts, the span of each tensor: padding that a kernel adds to a storage
+is workspace here. Where an output is other than `OpCall.outputs` says (another type or shape, or on another device), the real
+one counts, and its bytes are reported for the graph. Memory that the allocator does not know of (scratch that oneDNN or
+cuBLAS allocates for itself, once) is not seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import dataclasses
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
+from lightning_remat._blocks import CUDA_BLOCK_BYTES, block_bytes
 from lightning_remat._profiler import profiler_in_use, quiet_profiler
-from lightning_remat.capture import OpCall, TensorSpec
-from lightning_remat.cost._materialize import materialize
+from lightning_remat.capture import OpCall, TensorSpec, same_device
+from lightning_remat.cost._materialize import materialize, tensors_in
+
+log = logging.getLogger(__name__)
 
 _MARK = "lightning_remat.cost:"
 
@@ -23,25 +29,55 @@ class ProfilerInUseError(RuntimeError):
     """A torch profiler already runs; a second one would end it."""
 
 
-def cuda_workspace(call: OpCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> int:
-    """Bytes at the peak of one call on ``device``, above inputs and outputs. Resets the device's peak statistics.
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What one call takes: see `OpCost.workspace_bytes` and `OpCost.real_bytes`."""
 
-    Counts the bytes that were asked for, not the blocks that the caching allocator found for them, whose sizes depend
-    on what was freed before.
-    """
+    workspace_bytes: int = 0
+    real_bytes: tuple[tuple[int, int], ...] = ()
+
+
+def cuda_memory(call: OpCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> Memory:
+    """What one call takes on ``device``, in blocks of the caching allocator. Resets the device's peak statistics."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
-    statistics = torch.cuda.memory_stats(device)
-    kind = "requested_bytes" if statistics.get("requested_bytes.all.current") else "allocated_bytes"
-    before = statistics.get(f"{kind}.all.current", 0)
+    before = torch.cuda.memory_stats(device)
     result = call.target(*args, **kwargs)
     torch.cuda.synchronize(device)
-    peak = torch.cuda.memory_stats(device).get(f"{kind}.all.peak", 0)
-    return max(0, int(peak) - int(before) - output_bytes(call, result, args, kwargs))
+    after = torch.cuda.memory_stats(device)
+    outputs = Outputs.of(call, result, args, kwargs, device)
+    blocks = sum(block_bytes(nbytes, device.type) for nbytes in outputs.storages)
+    beside = temporary_bytes(before, after, sum(outputs.storages), blocks)
+    return Memory(max(0, beside + blocks - outputs.counted), outputs.real_bytes)
 
 
-def cpu_workspaces(calls: Iterable[OpCall], on_error: Callable[[OpCall, Exception], None]) -> dict[str, int]:
-    """Bytes at the peak of one call of each, above inputs and outputs, by ``OpCall.key``.
+def temporary_bytes(before: Mapping[str, int], after: Mapping[str, int], requested: int, blocks: int) -> int:
+    """Bytes of the blocks that a call held at its peak beside its outputs.
+
+    The allocator's count of its blocks has slack where it found a large one and did not split it: how much depends on what
+    was freed before. Then the bytes that were asked for count instead, rounded once.
+
+    Args:
+        before: ``torch.cuda.memory_stats`` when the peaks were reset.
+        after: the same after the call.
+        requested: bytes asked for of the outputs' storages.
+        blocks: bytes of the blocks that hold these.
+    """
+
+    def grown(kind: str) -> int:
+        return int(after.get(f"{kind}.all.peak", 0)) - int(before.get(f"{kind}.all.current", 0))
+
+    in_blocks = max(0, grown("allocated_bytes") - blocks)
+    if not after.get("requested_bytes.all.peak"):  # an allocator that does not count them
+        return in_blocks
+    asked_for = max(0, grown("requested_bytes") - requested)
+    allocations = int(after.get("allocation.all.allocated", 0)) - int(before.get("allocation.all.allocated", 0))
+    rounded = in_blocks <= asked_for + allocations * (CUDA_BLOCK_BYTES - 1)
+    return in_blocks if rounded else block_bytes(asked_for, "cuda")
+
+
+def cpu_memory(calls: Iterable[OpCall], on_error: Callable[[OpCall, Exception], None]) -> dict[str, Memory]:
+    """What one call of each takes, by ``OpCall.key``.
 
     All calls run under one profiler, one after the other, each on arguments that are dropped before the next.
 
@@ -54,7 +90,7 @@ def cpu_workspaces(calls: Iterable[OpCall], on_error: Callable[[OpCall, Exceptio
     """
     if profiler_in_use():
         raise ProfilerInUseError("a torch profiler is running")
-    outputs: list[tuple[str, int]] = []
+    found: list[tuple[str, Outputs | None]] = []
     with (
         quiet_profiler(),
         torch.profiler.profile(
@@ -65,22 +101,26 @@ def cpu_workspaces(calls: Iterable[OpCall], on_error: Callable[[OpCall, Exceptio
     ):
         for call in calls:
             try:
-                held = _run_marked(call, f"{_MARK}{len(outputs)}")
+                outputs = _run_marked(call, f"{_MARK}{len(found)}")
             except Exception as error:  # noqa: BLE001 - anything may be called, so anything may be raised
                 on_error(call, error)
-                held = -1
-            outputs.append((call.key, held))
+                outputs = None
+            found.append((call.key, outputs))
     results = profiler.profiler.kineto_results if profiler.profiler is not None else None
     peaks = _peaks(results.events()) if results is not None else {}
-    return {key: max(0, peaks.get(i, 0) - held) for i, (key, held) in enumerate(outputs) if held >= 0}
+    return {
+        key: Memory(max(0, peaks.get(i, 0) - outputs.counted), outputs.real_bytes)
+        for i, (key, outputs) in enumerate(found)
+        if outputs is not None
+    }
 
 
-def _run_marked(call: OpCall, mark: str) -> int:
-    """Call once between the marker's start and end; bytes of fresh outputs held at the end."""
+def _run_marked(call: OpCall, mark: str) -> Outputs:
+    """Call once between the marker's start and end."""
     args, kwargs = materialize(call)
     with torch.profiler.record_function(mark):
         result = call.target(*args, **kwargs)
-    return output_bytes(call, result, args, kwargs)
+    return Outputs.of(call, result, args, kwargs, torch.device("cpu"))
 
 
 def _peaks(events: Iterable[Any]) -> dict[int, int]:
@@ -108,29 +148,49 @@ def _peaks(events: Iterable[Any]) -> dict[int, int]:
     return peaks
 
 
-def output_bytes(call: OpCall, result: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
-    """Bytes of the storages that ``result`` has and the arguments do not, as the graph counts them, each once."""
-    known = {_storage(tensor) for tensor in tensors_in((args, dict(kwargs)))}
-    returned = list(tensors_in(result))
-    specs = call.outputs if len(call.outputs) == len(returned) else tuple(TensorSpec.of(tensor) for tensor in returned)
-    fresh: dict[int, int] = {}
-    for tensor, spec in zip(returned, specs, strict=True):
-        storage = _storage(tensor)
-        if storage not in known:
-            fresh[storage] = max(fresh.get(storage, 0), spec.nbytes)
-    return sum(fresh.values())
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """The storages on a device that a call's results have and its arguments do not, each once.
+
+    Attributes:
+        storages: bytes of each.
+        counted: what the graph counts for all of them.
+        real_bytes: see `OpCost.real_bytes`.
+    """
+
+    storages: tuple[int, ...]
+    counted: int
+    real_bytes: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(
+        cls, call: OpCall, result: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
+    ) -> Outputs:
+        """Of one call's ``result``."""
+        known = {_storage(tensor) for tensor in tensors_in((args, dict(kwargs)))}
+        returned = list(tensors_in(result))
+        storages: dict[int, int] = {}
+        counted: dict[int, int] = {}
+        real_bytes: list[tuple[int, int]] = []
+        for place, tensor in enumerate(returned):
+            storage, spec = _storage(tensor), TensorSpec.of(tensor)
+            if storage in known:
+                continue
+            if same_device(spec.device, device):
+                storages[storage] = tensor.untyped_storage().nbytes()
+                counted[storage] = max(counted.get(storage, 0), spec.bytes_on(device))
+            if len(call.outputs) == len(returned):
+                announced = call.outputs[place]
+                if not _alike(spec, announced):
+                    log.debug("%s returns %s where %s was announced", call.target, spec, announced)
+                if spec.bytes_on(device) != announced.bytes_on(device):
+                    real_bytes.append((place, spec.bytes_on(device)))
+        return cls(tuple(storages.values()), sum(counted.values()), tuple(real_bytes))
 
 
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """The tensors in nested tuples, lists and mappings, in order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
+def _alike(one: TensorSpec, other: TensorSpec) -> bool:
+    same = (one.shape, one.dtype, one.nbytes) == (other.shape, other.dtype, other.nbytes)
+    return same and same_device(one.device, other.device)
 
 
 def _storage(tensor: torch.Tensor) -> int:

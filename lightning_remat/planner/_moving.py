@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightning_remat._blocks import block_bytes
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.capture import _torch as internals
 from lightning_remat.lowering import read_again
@@ -70,7 +71,7 @@ class MovingBuffers:
         def compare() -> None:
             for i, (original, copy) in pairs.items():
                 if i not in self._bytes and not torch.equal(original, copy):
-                    self._bytes[i] = copy.nbytes
+                    self._bytes[i] = block_bytes(copy.nbytes, copy.device.type)
                     log.info(
                         "%s: %s is changed between forward and backward: each step copies it (%s)",
                         name,

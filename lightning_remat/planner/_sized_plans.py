@@ -163,7 +163,7 @@ def _with_costs_of(exact: CapturedGraph, costs: CapturedGraph) -> CapturedGraph:
     graph = exact.graph.with_costs(
         [op.seconds for op in costs.graph.ops], [op.workspace_bytes for op in costs.graph.ops]
     )
-    return dataclasses.replace(exact, graph=graph.replace(device=costs.graph.device))
+    return dataclasses.replace(exact, graph=graph.replace(device=costs.graph.device)).taking(costs.real_bytes)
 
 
 def _moved(plan: Plan, graph: ComputationGraph, peak: int, seconds: float) -> Plan:

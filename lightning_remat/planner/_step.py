@@ -21,9 +21,10 @@ from typing import Any, TypeVar
 import torch
 import torch.fx
 
+from lightning_remat._blocks import block_bytes
 from lightning_remat.allocator import Footprint
 from lightning_remat.budget import BudgetKind, parse_budget
-from lightning_remat.capture import PARTS, Autocast, CapturedGraph, from_joint
+from lightning_remat.capture import PARTS, Autocast, CapturedGraph, from_joint, same_device
 from lightning_remat.capture import _torch as internals
 from lightning_remat.capture._masks import masks_as_in_eager_mode
 from lightning_remat.cost import CostCache, OpCost, cost_model
@@ -587,9 +588,7 @@ class ScheduledStep:
         self, module: torch.fx.GraphModule, inputs: Sequence[Any], symbolic: bool = False
     ) -> Callable[..., Any]:
         parameters = [isinstance(value, torch.nn.Parameter) for value in inputs]
-        weights = {
-            id(value): value.nbytes for value in inputs if isinstance(value, torch.nn.Parameter) and value.requires_grad
-        }
+        weights: dict[int, int] = {}
         planned: list[tuple[CapturedGraph, ComputationGraph, Surroundings, DeviceMemory | None, int]] = []
         autocast = Autocast.around(module)
         alone = self._accumulates() and internals.is_whole_function(module, inputs)
@@ -612,6 +611,10 @@ class ScheduledStep:
                 autocast=autocast,
                 hand_over=accumulator.hand_over if accumulator is not None else None,
             )
+            for value in inputs:
+                if isinstance(value, torch.nn.Parameter) and value.requires_grad:
+                    here = same_device(value.device, captured.device)
+                    weights[id(value)] = block_bytes(value.nbytes, value.device.type) if here else 0
             if captured.symbols:
                 sizes = (captured.sizes.values[symbol] for symbol in captured.symbols)
                 limits = captured.size_limits()
@@ -807,11 +810,15 @@ class ScheduledStep:
         costs = self._agreed(
             lambda: f"costs {fingerprint(captured.graph)}",
             lambda: model(captured.calls, device),
-            lambda found: [dataclasses.astuple(one) for one in found],
-            lambda data: [OpCost(*one) for one in data],
+            lambda found: [one.to_list() for one in found],
+            lambda data: [OpCost.from_list(one) for one in data],
         )
-        graph = captured.graph.with_costs([c.seconds for c in costs], [c.workspace_bytes for c in costs])
-        return dataclasses.replace(captured, graph=graph.replace(device=str(device))), time.monotonic() - started
+        captured = captured.with_costs(
+            [c.seconds for c in costs], [c.workspace_bytes for c in costs], [c.real_bytes for c in costs]
+        )
+        return dataclasses.replace(
+            captured, graph=captured.graph.replace(device=str(device))
+        ), time.monotonic() - started
 
     def _made(
         self,
