@@ -1,16 +1,16 @@
 """What transformers asks of a mask's values in eager mode, asked while a step is captured as well.
 
 Where a mask masks nothing, eager mode leaves it to the attention kernel, which then rounds otherwise than with a mask that is
-handed in. Under Dynamo the library does not look at values, and hands one in always. Here the question is answered while the
-step is captured, from the batch that it is captured with, and Dynamo guards on the answer: a batch with another answer is
-captured anew. What cannot be answered is left as the library does it.
+handed in, and is a faster one. Under Dynamo the library does not look at values, and hands one in: its older releases always,
+the newer ones where the user gives a mask. Here it looks, as in eager mode: what it asks of all of a mask is answered while
+the step is captured, from the batch that it is captured with, and Dynamo guards on the answer: a batch with another answer is
+captured anew. What cannot be answered is answered with no, and a mask is made.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +20,7 @@ from torch.fx.node import map_aggregate
 
 from lightning_remat.capture._torch import (
     Source,
+    TensorVariable,
     TorchInGraphFunctionVariable,
     VariableTracker,
     given,
@@ -28,101 +29,97 @@ from lightning_remat.capture._torch import (
     real_tensors,
 )
 
-_LIBRARY = "transformers.masking_utils"
-
-_QUESTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "all": lambda mask: mask.all(),
-    "counts up": lambda positions: (torch.diff(positions, dim=-1) == 1).all(),  # each row is a single sequence
-}
+_LIBRARIES = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
+"""The modules that decide whether there is a mask, for models of all releases; the second is asked by older models."""
 
 _UNDERSTOOD = {
     *("arange", "ones", "zeros", "full", "ones_like", "zeros_like"),
-    *("to", "bool", "long", "int", "add", "sub", "getitem", "unsqueeze", "expand", "view", "reshape", "contiguous"),
+    *("to", "bool", "long", "int", "add", "sub", "eq", "ne", "invert", "diff", "cumsum", "pad"),
+    *("getitem", "unsqueeze", "expand", "view", "reshape", "contiguous"),
 }
 """What may have been done before the question, to a tensor of the batch or to none: nothing that draws or depends on state."""
-
-
-@contextlib.contextmanager
-def masks_as_in_eager_mode() -> Iterator[None]:
-    """The library's functions that decide whether there is a mask, with the question in them asked."""
-    library = sys.modules.get(_LIBRARY)
-    if library is None:
-        yield
-        return
-    new = _functions(library)
-    before = {name: getattr(library, name) for name in new}
-    handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
-    inside_another = _asked in handlers
-    vars(library).update(new)
-    handlers[_asked] = _answered
-    try:
-        yield
-    finally:
-        if not inside_another:
-            del handlers[_asked]
-        vars(library).update(before)
-
-
-@functools.cache  # the same functions every time: Dynamo guards on them
-def _functions(library: Any) -> dict[str, Callable[..., Any]]:
-    """By name, what stands for the library's own; none where this release of it has no such function, or none that looks."""
-    causal = getattr(library, "_ignore_causal_mask_sdpa", _no)
-    both_ways = getattr(library, "_ignore_bidirectional_mask_sdpa", _no)
-    packed = getattr(library, "find_packed_sequence_indices", _no)
-
-    def ignore_causal(mask: torch.Tensor | None, q_length: int, kv_length: int, *args: Any, **kwargs: Any) -> Any:
-        ignored = causal(mask, q_length, kv_length, *args, **kwargs)
-        if mask is None or not q_length == kv_length == mask.shape[-1]:
-            return ignored
-        whole = _asked("all", mask) if causal(None, q_length, kv_length, *args, **kwargs) else None
-        return ignored if whole is None else whole
-
-    def ignore_both_ways(mask: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
-        ignored = both_ways(mask, *args, **kwargs)
-        whole = _asked("all", mask) if mask is not None and both_ways(None, *args, **kwargs) else None
-        return ignored if whole is None else whole
-
-    def packed_sequences(position_ids: torch.Tensor) -> Any:
-        return None if _asked("counts up", position_ids) else packed(position_ids)
-
-    found: dict[str, Callable[..., Any]] = {
-        "_ignore_causal_mask_sdpa": ignore_causal,
-        "_ignore_bidirectional_mask_sdpa": ignore_both_ways,
-        "is_torchdynamo_exporting": _no,  # before torch 2.14 Dynamo says yes always, as the library's own note has it
-    }
-    if packed is not _no and packed(torch.arange(2)[None]) is None:
-        found["find_packed_sequence_indices"] = packed_sequences
-    return {name: function for name, function in found.items() if hasattr(library, name)}
 
 
 def _no(*_args: Any, **_kwargs: Any) -> bool:
     return False
 
 
-def _asked(question: str, tensor: torch.Tensor) -> bool | None:
-    """The answer outside of a capture; inside of one, `_answered` stands for it."""
-    return bool(_QUESTIONS[question](tensor))
+_IN_EAGER_MODE: dict[str, Callable[..., Any]] = {
+    "is_tracing": _no,
+    "is_torchdynamo_compiling": _no,
+    "is_torchdynamo_exporting": _no,  # before torch 2.14 Dynamo says yes always, as the library's own note has it
+    "fast_all": torch.all,  # a sum that is compared, whose answer is the same
+}
+"""What the modules ask before they look, and how they look: some of it in each release. (Dynamo guards on the functions.)"""
 
 
-torch.compiler.allow_in_graph(_asked)  # type: ignore[no-untyped-call]
+@contextlib.contextmanager
+def masks_as_in_eager_mode() -> Iterator[None]:
+    """Inside, whether there is a mask is decided as in eager mode, also while Dynamo traces."""
+    libraries = [vars(sys.modules[name]) for name in _LIBRARIES if name in sys.modules]
+    if not libraries:
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        for library in libraries:
+            known = {name: function for name, function in _IN_EAGER_MODE.items() if name in library}
+            stack.enter_context(_replaced(library, known))
+        stack.enter_context(_replaced(TorchInGraphFunctionVariable._get_handlers(), {torch.all: _all_function}))
+        before = TensorVariable.call_method
+        TensorVariable.call_method = _call_method  # type: ignore[method-assign]
+        stack.callback(setattr, TensorVariable, "call_method", before)
+        yield
 
 
-def _answered(_function: Any, translator: Any, question: Any, tensor: Any) -> Any:
-    """For Dynamo: the answer as a constant, guarded on; ``None`` where it cannot be known."""
-    ask, node = _QUESTIONS[question.as_python_constant()], tensor.as_proxy().node
+@contextlib.contextmanager
+def _replaced(entries: dict[Any, Any], new: dict[Any, Any]) -> Iterator[None]:
+    before = {key: entries[key] for key in new if key in entries}
+    entries.update(new)
+    try:
+        yield
+    finally:
+        for key in new.keys() - before.keys():
+            del entries[key]
+        entries.update(before)
+
+
+def _all_function(_function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+    """For Dynamo, ``torch.all(...)``: ``None`` leaves it to Dynamo."""
+    return _answered(translator, *args) if len(args) == 1 and not kwargs and _asks(translator) else None
+
+
+def _call_method(self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
+    """For Dynamo, ``tensor.all()``, and all other calls of methods as they are."""
+    if name == "all" and not args and not kwargs and _asks(translator):
+        return _answered(translator, self)
+    return _dynamo_call_method(self, translator, name, args, kwargs)
+
+
+_dynamo_call_method = TensorVariable.call_method
+
+
+def _asks(translator: Any) -> bool:
+    """Whether Dynamo is in the code of one of the modules that decide whether there is a mask."""
+    files = [sys.modules[name].__file__ for name in _LIBRARIES if name in sys.modules]
+    return translator.f_code.co_filename in files
+
+
+def _answered(translator: Any, tensor: Any) -> Any:
+    """For Dynamo: the answer as a constant, guarded on; no where it cannot be known."""
+    node = tensor.as_proxy().node
     sources: set[Source] = set()
     value = _value(node, sources)
     example = given_now(node.graph, next(iter(sources))) if len(sources) == 1 else None
     if value is None or len(sources) > 1 or (sources and example is None):
-        return VariableTracker.build(translator, None)
+        return VariableTracker.build(translator, False)
 
     def answer(given: torch.Tensor | None) -> bool:
-        return bool(ask(value.of(given)))
+        return bool(torch.all(value.of(given)))
 
     with real_tensors(), torch.no_grad():
         said = answer(example)
     for source in sources:
-        guard_on(source, answer, said, f"whether a mask is needed: {said}")
+        guard_on(source, answer, said, f"whether nothing is masked: {said}")
     return VariableTracker.build(translator, said)
 
 

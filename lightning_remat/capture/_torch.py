@@ -10,7 +10,8 @@ What is used and why:
 * ``FakeTensorMode._dispatch_impl``: some fake results have other strides than the real ones (see ``_layouts``).
 * ``_inductor.config.fallback_random``: without it, AOTAutograd drops random ops whose result nobody reads; eager draws them.
 * ``TorchInGraphFunctionVariable._get_handlers``: Dynamo's own decomposition of ``addcdiv`` (see `whole_ops` for AOTAutograd's),
-  and its answers to code that asks whether it is compiled, or for the values of a mask (see `_masks`).
+  and its answers to code that asks whether it is compiled, or for the values of a mask (see `_masks`; ``TensorVariable``
+  is where it calls a tensor's methods).
 * Dynamo's sources and guards: what such an answer rests on is asked again in every step.
 * ``distributed_c10d._get_default_store``: where processes that train together leave notes for each other.
 * ``TorchDispatchMode`` and an op's kernel for one device: a kernel's result on memory that is given to it.
@@ -51,6 +52,7 @@ from torch._dynamo.guards import install_guard
 from torch._dynamo.source import TensorProperty, TensorPropertySource
 from torch._dynamo.utils import counters as dynamo_counters
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import IntermediateBaseAOTOutput, PlainAOTOutput
@@ -76,6 +78,7 @@ __all__ = [
     "Modules",
     "OpOverload",
     "Source",
+    "TensorVariable",
     "TorchInGraphFunctionVariable",
     "VariableTracker",
     "accumulates_into",
