@@ -375,8 +375,7 @@ def _clone_overwritten_inputs(graph: torch.fx.Graph, forward_outputs: Sequence[A
         readers = [
             user
             for user in node.users
-            if user is not output
-            and not (_ops.training_batch_norm(user.target, user.args) and node in user.args[3:5])
+            if user is not output and not (_ops.training_batch_norm(user.target, user.args) and node in user.args[3:5])
         ]
         for user in readers:
             if set(user.users) == {output}:  # such as a counter's next value: the backward never asks for it

@@ -84,7 +84,7 @@ def cudnn_batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[torch.Tensor, ...]:
-    """cuDNN's batch norm in training mode, functional: output, batch statistics, reserve space, new running statistics."""
+    """Batch norm of cuDNN in training mode, functional: output, batch statistics, reserve space, new running statistics."""
     statistics = running_mean.clone(), running_var.clone()
     return *aten.cudnn_batch_norm.default(x, weight, bias, *statistics, training, momentum, eps), *statistics
 

@@ -171,7 +171,7 @@ def _cudnn_batch_norm(
     momentum: float,
     eps: float,
 ) -> Any:
-    """cuDNN's batch norm, traced: where it overwrites the running statistics, torch's op that says so.
+    """Batch norm of cuDNN, traced: where it overwrites the running statistics, torch's op that says so.
 
     That one has a functional form, and runs cuDNN's kernel where eager does. torch itself traces the native batch norm
     instead, which has other bits.
@@ -179,21 +179,16 @@ def _cudnn_batch_norm(
     if training and running_mean is not None:
         op = torch.ops.aten._batch_norm_with_update.default
         return op(x, weight, bias, running_mean, running_var, momentum, eps)
-    op = torch.ops.aten.cudnn_batch_norm.default
-    this = op.py_kernels.pop(DispatchKey.Autograd)  # the call goes on to torch's own
-    op._dispatch_cache.clear()
-    try:
-        return op(x, weight, bias, running_mean, running_var, training, momentum, eps)
-    finally:
-        op.py_kernels[DispatchKey.Autograd] = this
-        op._dispatch_cache.clear()
+    # Past this function, to what torch has for the key: it makes the op differentiable and calls it below.
+    op_at = torch.ops.aten.cudnn_batch_norm.default._op_dk
+    return op_at(DispatchKey.Autograd, x, weight, bias, running_mean, running_var, training, momentum, eps)
 
 
 @contextlib.contextmanager
 def whole_ops(symbolic: bool = False) -> Iterator[None]:
     """Trace the ops that eager runs: take AOTAutograd's unasked Python decompositions away, and put them back."""
     import torch._decomp  # registers them
-    import torch._refs  # noqa: F401
+    import torch._refs
 
     removed: list[tuple[OpOverload, DispatchKey, Any]] = []
     ops = _unasked_decompositions(symbolic)
