@@ -17,7 +17,14 @@ from lightning_remat.capture import _ops, _overwriting, _unread
 from lightning_remat.capture._autocast import NO_AUTOCAST, Autocast, share_casts
 from lightning_remat.capture._call import OpCall, Source, TensorSpec, same_device
 from lightning_remat.capture._sizes import Sizes, Symbol, size_node, symbols_among, symbols_of, unlike_any
-from lightning_remat.capture._torch import HigherOrderOperator, OpOverload, hint, largest, output_of_tangent
+from lightning_remat.capture._torch import (
+    HigherOrderOperator,
+    OpOverload,
+    calls_cudnn,
+    hint,
+    largest,
+    output_of_tangent,
+)
 from lightning_remat.errors import CaptureError
 from lightning_remat.graph import ComputationGraph, Op, Phase, Tensor, TensorRole
 
@@ -194,6 +201,7 @@ def from_joint(
     _split_dropout(module.graph)
     _split_convolution_backward(module.graph)
     _let_go_of_unread(module.graph)
+    _call_cudnn(module.graph)
     _free_running_statistics(module.graph)
     _give_batch_norm_memory(module.graph)
     _compact_losses(module.graph)
@@ -318,6 +326,28 @@ def _let_go_of_unread(graph: torch.fx.Graph) -> None:
         node.update_arg(1, other)
 
 
+def _call_cudnn(graph: torch.fx.Graph) -> None:
+    """Batch norm that was traced for cuDNN's becomes that, forward and backward: torch's op would choose once more.
+
+    The backward takes the running statistics and does not read them. It computes all gradients, whichever are asked for.
+    """
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in _TRACED_FOR_CUDNN:
+            continue
+        if not calls_cudnn(node.args[0].meta["val"]):
+            continue
+        if node.target is aten.batch_norm_backward.default:
+            grad, x, weight, _, _, mean, invstd, _, eps, _, reserve = node.args
+            node.target = aten.cudnn_batch_norm_backward.default
+            node.args = (x, grad, weight, None, None, mean, invstd, eps, reserve)
+        else:
+            *given, momentum, eps = node.args
+            node.target, node.args = _ops.cudnn_batch_norm, (*given, True, momentum, eps)
+
+
+_TRACED_FOR_CUDNN = (aten._batch_norm_with_update_functional.default, aten.batch_norm_backward.default)
+
+
 def _free_running_statistics(graph: torch.fx.Graph) -> None:
     """In training mode the backward of batch norm takes the running statistics and does not read them."""
     for node in graph.nodes:
@@ -365,8 +395,7 @@ def _clone_overwritten_inputs(graph: torch.fx.Graph, forward_outputs: Sequence[A
         readers = [
             user
             for user in node.users
-            if user is not output
-            and not (_ops.is_training_batch_norm(user.target, user.args) and node in user.args[3:5])
+            if user is not output and not (_ops.training_batch_norm(user.target, user.args) and node in user.args[3:5])
         ]
         for user in readers:
             if set(user.users) == {output}:  # such as a counter's next value: the backward never asks for it
@@ -419,7 +448,7 @@ def _updated_in_place(graph: torch.fx.Graph, forward_outputs: Sequence[Any]) -> 
         made = _producer(value)
         if made is value and _overwriting.counts_in_place(value, primal) and set(primal.users) == {value}:
             found[value] = primal
-        elif _ops.is_training_batch_norm(made.target, made.args) and primal in made.args[3:5]:
+        elif _ops.training_batch_norm(made.target, made.args) and primal in made.args[3:5]:
             statistics.setdefault(made, []).append((value, primal))
     found.update(pair for pairs in statistics.values() if len(pairs) == 2 for pair in pairs)
     return found
@@ -826,12 +855,13 @@ def _gives_read_statistics(node: Node) -> bool:
     Another batch norm in training mode may: evaluated again, that one does not read them. What only hands them out is
     evaluated once.
     """
-    if not _ops.is_training_batch_norm(node.target, node.args):
+    forms = _ops.training_batch_norm(node.target, node.args)
+    if forms is None:
         return False
-    statistics = [item for item in node.users if item.args[1] in (3, 4)]
+    statistics = [item for item in node.users if item.args[1] in forms.statistics]
     found = False
     for new, reader in [(item, user) for item in statistics for user in item.users]:
-        norm = _ops.is_training_batch_norm(reader.target, reader.args) and new in reader.args[3:5]
+        norm = _ops.training_batch_norm(reader.target, reader.args) and new in reader.args[3:5]
         if norm or reader.op == "output":
             continue
         if all(user.op == "output" for user in reader.users):

@@ -41,6 +41,8 @@ _RULES: dict[Any, Rule] = {
     aten._native_batch_norm_legit_functional.default: (0, _suggested, True),
     aten._native_batch_norm_legit_no_training.default: (0, _suggested, True),
     aten.native_batch_norm_backward.default: (1, _suggested, True),
+    aten.batch_norm_backward.default: (1, _suggested, False),
+    aten.cudnn_batch_norm_backward.default: (0, _suggested, False),
     aten.native_layer_norm_backward.default: (1, _contiguous, False),
     aten._log_softmax_backward_data.default: (0, _contiguous, False),
     aten.channel_shuffle.default: (0, _suggested, True),

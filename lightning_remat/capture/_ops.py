@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,9 +15,6 @@ aten = torch.ops.aten
 
 # These hand back memory of their input although their schemas do not say so.
 _UNDECLARED_VIEWS = {aten._unsafe_view.default, aten.alias.default, aten.lift.default}
-
-# Training-mode batch norm, functional: it reads the running statistics only to compute their new values.
-_BATCH_NORMS = {aten._native_batch_norm_legit_functional.default}
 
 # Their scalar results lie on a storage as large as the input, for as long as anyone keeps the loss.
 _PADDED = {
@@ -76,16 +74,22 @@ def compact(target: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return call
 
 
-def is_training_batch_norm(target: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the call is a batch norm that computes its statistics from the batch."""
-    return target in _BATCH_NORMS and bool(args[5])
+def cudnn_batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    """Batch norm of cuDNN in training mode, functional: output, batch statistics, reserve space, new running statistics."""
+    statistics = running_mean.clone(), running_var.clone()
+    return *aten.cudnn_batch_norm.default(x, weight, bias, *statistics, training, momentum, eps), *statistics
 
 
-batch_norm_in_place = aten._native_batch_norm_legit.default
-"""Batch norm in training mode that writes the new running statistics over the old ones: output and batch statistics."""
-
-
-def batch_norm_again(
+def _batch_norm_again(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -101,6 +105,35 @@ def batch_norm_again(
         x, weight, bias, training, momentum, eps
     )
     return result
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchNorm:
+    """The forms of a functional batch norm in training mode, which reads the running statistics (its arguments 3 and 4) only
+    to compute their new values. Each takes the same arguments, and returns the same but for the running statistics.
+
+    Attributes:
+        statistics: positions of the new running statistics among the functional form's results.
+        in_place: writes them over the old ones.
+        again: is given ``None`` for the running statistics and leaves them alone: the same bits a second time.
+    """
+
+    statistics: tuple[int, int]
+    in_place: Callable[..., Any]
+    again: Callable[..., Any]
+
+
+_BATCH_NORMS: dict[Any, BatchNorm] = {
+    aten._native_batch_norm_legit_functional.default: BatchNorm(
+        (3, 4), aten._native_batch_norm_legit.default, _batch_norm_again
+    ),
+    cudnn_batch_norm: BatchNorm((4, 5), aten.cudnn_batch_norm.default, aten.cudnn_batch_norm.default),
+}
+
+
+def training_batch_norm(target: Any, args: tuple[Any, ...]) -> BatchNorm | None:
+    """The forms of a batch norm that computes its statistics from the batch; ``None`` for any other call."""
+    return _BATCH_NORMS[target] if target in _BATCH_NORMS and args[5] else None
 
 
 def _safe_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:

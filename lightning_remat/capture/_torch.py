@@ -6,7 +6,8 @@ What is used and why:
 * ``FakeTensor`` helpers: planning runs real operations in the middle of fake tracing, and a network larger than the memory
   is captured as a fake one.
 * ``py_kernels`` of ops: AOTAutograd decomposes some ops (``upsample_bilinear2d``, ``dropout``, ``lstm``) although no
-  decompositions are asked for; the decomposed op has other bits and another speed than eager. They are kept whole.
+  decompositions are asked for; the decomposed op has other bits and another speed than eager. They are kept whole, cuDNN's
+  batch norm as ``_batch_norm_with_update`` (see `calls_cudnn`).
 * ``FakeTensorMode._dispatch_impl``: some fake results have other strides than the real ones (see ``_layouts``).
 * ``_inductor.config.fallback_random``: without it, AOTAutograd drops random ops whose result nobody reads; eager draws them.
 * ``TorchInGraphFunctionVariable._get_handlers``: Dynamo's own decomposition of ``addcdiv`` (see `whole_ops` for AOTAutograd's),
@@ -85,6 +86,7 @@ __all__ = [
     "allocator_settings",
     "aot_backend",
     "boxed",
+    "calls_cudnn",
     "capture_failures",
     "captured_node",
     "collected",
@@ -123,7 +125,6 @@ __all__ = [
 # Ops whose Python decompositions stay. The batch norms' kernels overwrite the running statistics without saying so, which
 # a functional graph cannot hold; `dropout` becomes `native_dropout`, which the capture knows how to split.
 _KEEP_DECOMPOSED = (
-    "cudnn_batch_norm",
     "miopen_batch_norm",
     "native_batch_norm",
     "dropout",
@@ -166,11 +167,34 @@ def _upsamplings() -> list[tuple[OpOverload, OpOverload]]:
     return [(p.vec, p.default) for p in packets if {"vec", "default"} <= set(getattr(p, "overloads", list)())]
 
 
+def _cudnn_batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """Batch norm of cuDNN, traced: where it overwrites the running statistics, torch's op that says so.
+
+    That one has a functional form, and runs cuDNN's kernel where eager does. torch itself traces the native batch norm
+    instead, which has other bits.
+    """
+    if training and running_mean is not None:
+        op = torch.ops.aten._batch_norm_with_update.default
+        return op(x, weight, bias, running_mean, running_var, momentum, eps)
+    # Past this function, to what torch has for the key: it makes the op differentiable and calls it below.
+    op_at = torch.ops.aten.cudnn_batch_norm.default._op_dk
+    return op_at(DispatchKey.Autograd, x, weight, bias, running_mean, running_var, training, momentum, eps)
+
+
 @contextlib.contextmanager
 def whole_ops(symbolic: bool = False) -> Iterator[None]:
     """Trace the ops that eager runs: take AOTAutograd's unasked Python decompositions away, and put them back."""
     import torch._decomp  # registers them
-    import torch._refs  # noqa: F401
+    import torch._refs
 
     removed: list[tuple[OpOverload, DispatchKey, Any]] = []
     ops = _unasked_decompositions(symbolic)
@@ -183,6 +207,7 @@ def whole_ops(symbolic: bool = False) -> Iterator[None]:
         for vec, op in _upsamplings():
             vec.py_kernels[DispatchKey.CompositeImplicitAutograd] = functools.partial(_upsample, op)
             vec._dispatch_cache.clear()
+        torch.ops.aten.cudnn_batch_norm.default.py_kernels[DispatchKey.Autograd] = _cudnn_batch_norm
         yield
     finally:
         for vec, _ in _upsamplings():
@@ -194,12 +219,27 @@ def whole_ops(symbolic: bool = False) -> Iterator[None]:
             op._dispatch_cache.clear()
 
 
+def _fake_batch_norm(dispatch: Callable[..., Any], mode: Any, types: Any, args: Any) -> tuple[Any, ...]:
+    """The native batch norm's fake results, and between them cuDNN's reserve space, which torch would ask the device for.
+
+    Its size is not known without: it is taken to be 0 bytes, as torch does for ``cudnn_batch_norm``.
+    """
+    *given, momentum, eps = args
+    native = torch.ops.aten._native_batch_norm_legit_functional.default
+    output, mean, invstd, *statistics = dispatch(mode, native, types, (*given, True, momentum, eps), {})
+    with mode:
+        reserve = torch.empty(0, dtype=torch.uint8, device=output.device)
+    return output, mean, invstd, reserve, *statistics
+
+
 @contextlib.contextmanager
 def real_layouts() -> Iterator[None]:
     """Trace with the strides that the real kernels give (`real_layout`)."""
     original: Any = FakeTensorMode._dispatch_impl
 
     def dispatch(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch.ops.aten._batch_norm_with_update_functional.default:
+            return _fake_batch_norm(dispatch, self, types, args)
         result = original(self, func, types, args, kwargs)
         first = result[0] if isinstance(result, (tuple, list)) and result else result
         if not isinstance(first, FakeTensor):
@@ -218,6 +258,12 @@ def real_layouts() -> Iterator[None]:
     finally:
         FakeTensorMode._dispatch_impl = original  # type: ignore[method-assign]
         FakeTensorMode.cache_clear()
+
+
+def calls_cudnn(x: torch.Tensor) -> bool:
+    """Whether ``_batch_norm_with_update`` of such a tensor was traced for cuDNN's batch norm: there is one on the device."""
+    op: str = torch.ops.aten.cudnn_batch_norm.default.name()
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op, x.device.type.upper())
 
 
 def fake_tensors() -> contextlib.AbstractContextManager[Any]:

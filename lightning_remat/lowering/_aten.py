@@ -157,7 +157,7 @@ def _needed_from_forward(captured: CapturedGraph, schedule: Schedule, replayed: 
 def _arguments(node: Node, again: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of an op; batch norm evaluated again in the backward gets no running statistics (they have been updated)."""
     args = node.args
-    if again and ops.is_training_batch_norm(node.target, args):
+    if again and ops.training_batch_norm(node.target, args):
         args = (*args[:3], None, None, *args[5:])
     return args, dict(node.kwargs)
 
@@ -254,13 +254,14 @@ class _Writer:
         after_update = again and (self.in_backward or bool(updates))
         args, kwargs = torch.fx.node.map_arg(_arguments(node, after_update), self.value)
         target: Callable[..., Any] = node.target  # type: ignore[assignment]
+        norm = ops.training_batch_norm(target, node.args)
         if again and op.random:
             args = (device, self.value(("random_state", index)), *args)
             target = replaying(target)
-        elif after_update and ops.is_training_batch_norm(target, node.args):
-            target = ops.batch_norm_again
-        elif updates:
-            target = ops.batch_norm_in_place
+        elif norm is not None and after_update:
+            target = norm.again
+        elif norm is not None and updates:
+            target = norm.in_place
         if counts:
             target, kwargs = self._written_over(node, self.captured.node_tensor[self.captured.updated[node]], kwargs)
         elif over >= 0:
@@ -278,7 +279,7 @@ class _Writer:
             if tensor in updates and not again:
                 self._bind(tensor, self.value(updates[tensor]))
                 continue
-            if target is ops.batch_norm_again and position > 2:
+            if norm is not None and after_update and position in norm.statistics:
                 continue  # the running statistics were updated once, by the first evaluation
             item = self.graph.call_function(operator.getitem, (made, position))
             item.meta = dict(original.meta)
