@@ -43,17 +43,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     settings = Settings(options.device, tuple(options.networks or ()), tuple(options.test_files or ()))
     deadline = time.monotonic() + 60 * options.minutes
-    told = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu.environment", options.device],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if told.returncode:
-        print(f"gpu.sh: {told.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+    try:
+        environment = environment_of(options.device)
+    except RuntimeError as error:
+        print(f"gpu.sh: {error}", file=sys.stderr)
         return CANNOT
-    environment = json.loads(told.stdout.splitlines()[-1])
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{environment.get('card', 'dry run on the CPU')}: results go to {options.out}", markup=False)
     seen: list[Result] = []
@@ -68,6 +62,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"written: {write(options.out)}", markup=False)
     console.print(f"{tally(seen)}; {missing} not run", style="red" if any(map(faults, seen)) else None)
     return WRONG if any(map(faults, seen)) else UNFINISHED if missing else 0
+
+
+def environment_of(device: str) -> dict[str, Any]:
+    """What `benchmarks.gpu.environment` says, of a process of its own.
+
+    Raises:
+        RuntimeError: where it says nothing; with its last line.
+    """
+    command = [sys.executable, "-m", "benchmarks.gpu.environment", device]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if told.returncode:
+        raise RuntimeError(told.stderr.strip().splitlines()[-1])
+    found: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
+    return found
 
 
 def _run(
@@ -90,9 +98,7 @@ def _run(
         results.put(case.key, {"case": dict(case.options), **one})
         said = f": {one['error']}" if one.get("error") else ""
         style = "red" if faults(one) else None
-        console.print(
-            f"  {case.key}: {one['status']}{said} ({one.get('wall_seconds', '?')} s)", style=style, markup=False
-        )
+        console.print(f"  {case.key}: {one['status']}{said} ({one['wall_seconds']} s)", style=style, markup=False)
 
     Runs(part, settings, deadline, record, options.workers).run(waiting)
     found = [one for case in cases if (one := results.get(case.key)) is not None]

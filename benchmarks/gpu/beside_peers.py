@@ -49,7 +49,7 @@ def judged(found: Mapping[str, Any]) -> Result:
     error = "; ".join([*([found["error"]] if "error" in found else []), *dead])
     # An eager row that was compared and differs from eager; a crashed run has none.
     status = UNREPEATABLE if any(row.family == EAGER and row.bitwise is False for row in rows) else OK
-    return result(*wrong, status=status, **dict(found), **({"error": error} if error else {}))
+    return result(*wrong, status=status, **{**found, **({"error": error} if error else {})})
 
 
 def table(results: Mapping[str, Result]) -> str:

@@ -153,10 +153,10 @@ def _word(one: Result) -> str:
         return "-"
     if one["status"] == OK:
         return "=" if one["rematerializes"] else "= (nothing is recomputed)"
-    if one["status"] == MISMATCH:
+    if one["status"] == MISMATCH and "differing" in one:
         worst = max((size for size in one["largest_difference"].values() if size is not None), default=None)
         return f"**≠** {', '.join(one['differing'])}" + (f" ({worst:.0e})" if worst is not None else "")
-    if one["status"] == OVER:
+    if one["status"] == OVER and "budget_bytes" in one:
         return f"=, **{one['measured_peak_bytes'] - one['budget_bytes']:+,} bytes over budget**"
     return f"**{one['status']}**"
 

@@ -32,7 +32,7 @@ SHARE = 0.3
 BATCHES = (0.5, 1.0, 1.5)
 """Times the network's batch: 8, 16 and 24 of GPT-2's."""
 
-EAGER, AUTO, STRATEGY = "eager", "auto", "strategy remat"
+WAYS = EAGER, AUTO, STRATEGY = "eager", "auto", "strategy remat"
 DRY_BUDGET = 0.6
 """Instead of ``"auto"`` in a dry run, which has no device to fill."""
 

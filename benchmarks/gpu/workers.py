@@ -173,15 +173,17 @@ class Runs:
     def _one(self, worker: Worker, case: Case) -> bool:
         """Run a case and record it; returns whether the process can go on."""
         seconds = min(self.part.limit_seconds, self._seconds_left())
+        started = time.monotonic()
         try:
             found = worker.ask(case, seconds)
         except EOFError:
             how, log = worker.last_words()
-            found = result(CRASHED, error=f"its process ended with {how}", log=log)
+            wall_seconds = round(time.monotonic() - started, 2)
+            found = result(CRASHED, error=f"its process ended with {how}", log=log, wall_seconds=wall_seconds)
         except TimeoutError:
             if seconds < self.part.limit_seconds:  # the whole run's time is up, not the case's
                 return False
-            found = result(HUNG, error=f"no result after {seconds:.0f} s", log=worker.log())
+            found = result(HUNG, error=f"no result after {seconds:.0f} s", log=worker.log(), wall_seconds=seconds)
             self._keep(case, found)
             return False
         self._keep(case, found)
