@@ -40,8 +40,8 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str
     """One run on a tiny network with dropout: what it wrote and printed, and where."""
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("peers")
-    options = "--network vit --size tiny --steps 2 --time-limit 2 --memory-budgets 0.3 --inductor-budgets --duels 1 --deterministic"
-    options += " --budgets 1.0 0.01 peers min"
+    options = "--network vit --size tiny --steps 2 --time-limit 2 --memory-budgets 0.3 --inductor-budgets --duels 1"
+    options += " --deterministic --budgets 1.0 0.01 peers min"
     ended = run(ROOT / "benchmarks" / "peers.py", *options.split(), "--out", folder / "peers.json", folder=folder)
     assert ended.returncode == 0, ended.stderr
     return json.loads((folder / "peers.json").read_text()), ended.stdout, folder
