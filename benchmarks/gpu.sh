@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What needs a GPU: the tests marked so, and the peers table on CUDA, in bfloat16 and at sizes that people train.
+# Everything that only a GPU can show, in about 25 minutes: tests, bits, peaks, training, batch sizes, peers.
 #
-#   PYTHON=python3 benchmarks/gpu.sh [arguments of peers.py, such as --network gpt2 --steps 20 --inductor-budgets 1.0]
+#   PYTHON=python3 benchmarks/gpu.sh [--only bits] [--networks gpt2 resnet18] [--minutes 9]     (see --help)
 #
-# Results go to benchmarks/results/peers-gpu-cuda.json and .png.
+# Results go to benchmarks/results/gpu. Stopped at any moment, it goes on where it was.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -11,20 +11,6 @@ if [[ -z "${PYTHON:-}" ]]; then
     PYTHON=python3
     [[ -x .venv/bin/python ]] && PYTHON=.venv/bin/python
 fi
-# Some of eager's own kernels give other bits each time without; cuBLAS reads this when it starts.
+# cuBLAS reads this when it starts: its kernels repeat their bits with it.
 export CUBLAS_WORKSPACE_CONFIG=:4096:8
-
-"$PYTHON" - <<'CHECK'
-import sys
-
-import torch
-
-if not torch.cuda.is_available():
-    sys.exit(f"gpu.sh: torch {torch.__version__} finds no CUDA device on this machine")
-print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, {torch.cuda.get_device_name()}")
-CHECK
-
-status=0
-"$PYTHON" -m pytest -m gpu || status=$?
-"$PYTHON" benchmarks/peers.py --size gpu --device cuda --deterministic "$@" || status=$?
-exit "$status"
+exec "$PYTHON" -m benchmarks.gpu "$@"

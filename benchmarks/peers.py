@@ -42,6 +42,7 @@ from rich.console import Console
 from torch import nn
 
 from benchmarks import networks
+from benchmarks.determinism import CUBLAS, settle
 from benchmarks.methods import MEMORY_BUDGETS, Call, Method, all_methods, at_bytes
 from benchmarks.peers_verdict import Verdict, judge, to_match, unavoidable
 from benchmarks.present import EAGER, OURS, Row, picture, rows_table, verdict_table
@@ -433,7 +434,7 @@ def _in_own_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
         # Costs measured from scratch: the planning seconds of the first budget are those of a first run.
         environment = {**os.environ, "LIGHTNING_REMAT_CACHE": str(Path(folder) / "costs")}
         if options.deterministic:
-            environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            environment.setdefault(*CUBLAS)
         ended = subprocess.run(command, env=environment, check=False)
         if file.exists():
             result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -446,12 +447,14 @@ def _in_own_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def _work(options: argparse.Namespace) -> None:
     """Compare the methods on one network, in this process."""
-    if options.deterministic:
-        # Warnings only: for some ops there is no deterministic kernel. Whether eager repeats itself is in its row.
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     (name,) = options.network
     workload = networks.build(name, options.size, options.device)
+    nondeterministic = ""
+    if options.deterministic:
+        # Whether eager repeats itself in spite of an op without a deterministic kernel is in its row.
+        trial = copy.deepcopy(workload.module)
+        nondeterministic = settle(lambda: trial(*workload.batch).backward())
+        del trial
     budgets = [one for one in options.budgets if one != AT_PEERS]
     rows = compare(
         workload,
@@ -461,7 +464,12 @@ def _work(options: argparse.Namespace) -> None:
         say=lambda text: print(f"{name}: {text}", file=sys.stderr, flush=True),
         at_peers=functools.partial(at_bytes, time_limit=options.time_limit) if AT_PEERS in options.budgets else None,
     )
-    result = {"name": name, "description": workload.description, "rows": [row.to_dict() for row in rows]}
+    result = {
+        "name": name,
+        "description": workload.description,
+        "nondeterministic": nondeterministic,
+        "rows": [row.to_dict() for row in rows],
+    }
     if AT_PEERS in options.budgets:
         result["verdict"] = judge(rows).to_dict()
     options.worker.write_text(json.dumps(_plain(result), allow_nan=False), encoding="utf-8")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import settings
 
 from lightning_remat.planner import _plan_cache
 
-# Times say nothing about correctness, and the machines are noisy. The same examples every time: a failure is a failure.
-settings.register_profile("project", deadline=None, derandomize=True)
-settings.load_profile("project")
+# The tests of a GPU need no hypothesis: they run on machines that have torch and pytest and little else.
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import settings
+
+    # Times say nothing about correctness, and the machines are noisy. The same examples every time: a failure is a failure.
+    settings.register_profile("project", deadline=None, derandomize=True)
+    settings.load_profile("project")
 
 # Processes that share the tests share the cores too.
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:

@@ -41,7 +41,7 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("peers")
     options = "--network vit --size tiny --steps 2 --time-limit 2 --memory-budgets 0.3 --inductor-budgets --duels 1"
-    options += " --budgets 1.0 0.01 peers min"
+    options += " --deterministic --budgets 1.0 0.01 peers min"
     ended = run(ROOT / "benchmarks" / "peers.py", *options.split(), "--out", folder / "peers.json", folder=folder)
     assert ended.returncode == 0, ended.stderr
     return json.loads((folder / "peers.json").read_text()), ended.stdout, folder
@@ -61,6 +61,7 @@ class TestPeers:
         assert opponents and list(rows_of(data)) == [*peer, *opponents, unscheduled, share, smallest]
         assert all(method in printed for method in methods)
         assert {"python", "torch"} <= data["versions"].keys() and data["machine"]["processor"] and data["date"]
+        assert data["settings"]["deterministic"] and data["networks"][0]["nondeterministic"] == ""
         assert (folder / "peers.png").stat().st_size > 5000
 
     def test_eager_is_itself(self, peers: tuple[dict[str, Any], str, Path]) -> None:

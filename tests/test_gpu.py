@@ -1,17 +1,23 @@
-"""On a CUDA device: eager's bits, the predicted peak, the random state, in float32 and bfloat16."""
+"""On a CUDA device: eager's bits, the predicted peak, the random state, in every precision; the device's memory; Lightning."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_remat import rematerialize
+from lightning_remat import InfeasibleBudgetError, rematerialize
+from lightning_remat.budget import device_bytes, device_total_bytes
+from lightning_remat.callbacks import RematCallback
 from lightning_remat.measure import held_bytes, peak_memory
+from tests.helpers import training
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,9 +34,13 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
+    # cuDNN's attention has no deterministic backward in its default selection.
+    cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
     torch._dynamo.reset()
     yield
     torch.use_deterministic_algorithms(before)
+    torch.backends.cuda.enable_cudnn_sdp(cudnn_attention)
     torch._dynamo.reset()
 
 
@@ -188,3 +198,176 @@ def test_peak_memory_is_the_allocators() -> None:
 
     assert peak_memory(use, "cuda") == 3 * MIB
     assert peak_memory(lambda: None) == 0  # the current CUDA device is the default
+
+
+# -- precisions, layouts and kernels ----------------------------------------------------------------------------------
+
+
+def assert_bits_of_eager(
+    plain: nn.Module,
+    batch: torch.Tensor,
+    budget: float | str = 0.6,
+    context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+) -> set[str]:
+    """Train eagerly, twice, and scheduled, each forward in a context; returns the names of the ops that were scheduled."""
+    scheduled, again = copy.deepcopy(plain), copy.deepcopy(plain)
+    step = rematerialize(scheduled, budget=budget, time_limit=5.0)
+
+    def within(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(one: torch.Tensor) -> torch.Tensor:
+            with context():
+                return call(one)
+
+        return run
+
+    right = train(plain, within(plain), batch)
+    assert all(map(torch.equal, train(again, within(again), batch), right)), "eager does not repeat its bits"
+    assert all(map(torch.equal, train(scheduled, within(step), batch), right))
+    for found in (again, scheduled):
+        for (name, one), other in zip(found.named_parameters(), plain.parameters(), strict=True):
+            assert torch.equal(one, other), name
+            assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad), name
+        for (name, one), other in zip(found.named_buffers(), plain.buffers(), strict=True):
+            assert torch.equal(one, other), name
+    assert step.plan is not None and step.plan.rematerializes and not step.failures
+    return {op.target for op in step.plan.graph.ops}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", [gpt2, conv_net])
+def test_autocast_has_the_bits_of_eager(make: Factory, dtype: torch.dtype) -> None:
+    assert_bits_of_eager(*make(torch.float32), context=lambda: torch.autocast("cuda", dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_channels_last_has_the_bits_of_eager(dtype: torch.dtype) -> None:
+    module, batch = conv_net(dtype)
+    module = module.to(memory_format=torch.channels_last)
+    assert_bits_of_eager(module, batch.contiguous(memory_format=torch.channels_last))
+
+
+class MaskedAttention(nn.Module):
+    """Attention with a mask of its own, twice; called with tensors of shape (batch, time, width)."""
+
+    def __init__(self, width: int = 128, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.layers = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time = x.shape[1]
+        mask = torch.ones(time, time, dtype=torch.bool, device=x.device).tril()
+        for layer in self.layers:
+            heads = layer(functional.gelu(x)).view(*x.shape[:2], 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+            attended = functional.scaled_dot_product_attention(*heads, attn_mask=mask, dropout_p=0.1)
+            x = x + attended.transpose(1, 2).reshape(x.shape)
+        return x.float().square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "op"),
+    [
+        (SDPBackend.FLASH_ATTENTION, torch.bfloat16, "flash"),
+        (SDPBackend.EFFICIENT_ATTENTION, torch.bfloat16, "efficient"),
+        (SDPBackend.EFFICIENT_ATTENTION, torch.float32, "efficient"),
+        (SDPBackend.MATH, torch.float32, "softmax"),
+    ],
+    ids=lambda one: getattr(one, "name", str(one)),
+)
+class TestAttention:
+    def test_causal(self, kernel: SDPBackend, dtype: torch.dtype, op: str) -> None:
+        targets = assert_bits_of_eager(*gpt2(dtype), context=lambda: sdpa_kernel(kernel))
+        assert any(op in target for target in targets), targets
+
+    def test_masked(self, kernel: SDPBackend, dtype: torch.dtype, op: str) -> None:
+        if kernel is SDPBackend.FLASH_ATTENTION:
+            pytest.skip("flash attention takes no mask")
+        torch.manual_seed(0)
+        batch = torch.randn(8, 128, 128, device="cuda", dtype=dtype)
+        module = MaskedAttention().to("cuda", dtype)
+        targets = assert_bits_of_eager(module, batch, budget="min", context=lambda: sdpa_kernel(kernel))
+        assert any(op in target for target in targets), targets
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("make", [gpt2, conv_net])
+def test_no_budget_is_exceeded_by_a_byte(make: Factory, dtype: torch.dtype) -> None:
+    kept = 0
+    for share in (0.9, 0.75, 0.5, 0.4):
+        module, batch = make(dtype)
+        step = rematerialize(module, budget=share, time_limit=5.0)
+
+        def training_step(module: nn.Module = module, step: Callable[..., torch.Tensor] = step) -> None:
+            loss = step(batch)  # noqa: B023 - called in this round only
+            module.zero_grad(set_to_none=True)
+            loss.backward()
+
+        with contextlib.suppress(InfeasibleBudgetError):
+            training_step()
+            training_step()
+            held = held_bytes(module, batch, gradients=True, device="cuda")
+            measured = held + peak_memory(training_step, "cuda")
+            assert step.plan is not None and measured <= step.plan.budget_bytes, share
+            kept += 1
+        torch._dynamo.reset()
+    assert kept >= 2
+
+
+def test_a_device_without_an_index_is_the_current_one() -> None:
+    assert device_total_bytes("cuda") == device_total_bytes("cuda:0") > 0
+    assert device_bytes("cuda") == pytest.approx(device_bytes("cuda:0"), rel=0.01)
+
+
+def test_auto_stays_within_what_the_process_may_reserve() -> None:
+    """The allocator refuses what is over the limit: fragments count."""
+
+    def make() -> tuple[nn.Module, torch.Tensor]:
+        torch.manual_seed(0)
+        model = SmallGPT2(layers=8, width=512, vocabulary=8000, length=512).to("cuda")
+        return model, torch.randint(0, 8000, (16, 512), device="cuda")
+
+    plain, batch = make()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    right = train(plain, plain, batch)
+    needed = torch.cuda.max_memory_allocated()
+    plain = plain.cpu()
+    gc.collect()
+    torch.cuda.empty_cache()
+    limit = int(0.7 * needed)
+    torch.cuda.set_per_process_memory_fraction(limit / device_total_bytes("cuda:0"))
+    try:
+        module, batch = make()
+        torch.cuda.reset_peak_memory_stats()
+        # The optimizer's momentum is made in the first step: it counts from the beginning.
+        step = rematerialize(module, budget="auto", resident_bytes=held_bytes(list(module.parameters())))
+        assert all(map(torch.equal, train(module, step, batch), right))
+        assert torch.cuda.max_memory_reserved() <= limit
+        assert step.plan is not None and step.plan.rematerializes
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+# -- Lightning --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
+def test_a_fit_has_the_bits_of_eager(precision: str) -> None:
+    remat = RematCallback(0.5, artifacts=False, time_limit=5.0)
+    training.compare(
+        training.Classifier, remat=remat, accelerator="cuda", devices=1, precision=precision, deterministic=True
+    )
+    assert remat.measured_peak_bytes is not None and remat.plan is not None
+
+
+def test_a_fit_at_auto_that_fits_is_left_alone() -> None:
+    remat = RematCallback("auto", artifacts=False)
+    options = {"accelerator": "cuda", "devices": 1, "deterministic": True}
+    plain = training.fit(training.Classifier, **options)
+    scheduled = training.fit(training.Classifier, remat, **options)
+    training.assert_same(plain.results, scheduled.results)
+    assert not any(plan.rematerializes for plan in remat.plans) and not remat.failures

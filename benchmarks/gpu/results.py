@@ -1,0 +1,93 @@
+"""A part's results on disk: one JSON file, written anew after each case, with where each of them is from."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import threading
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.part import Result
+from lightning_remat._disk import replace_file
+
+FORMAT, FORMAT_VERSION = "lightning_remat.gpu", 1
+
+
+class Results:
+    """What is known of a part's cases.
+
+    A result counts for the machine, the versions and the sources that it was made with: what another environment gave stays in
+    the file until the case is run again.
+
+    Args:
+        path: of the file; read where it exists.
+        part: the part's name.
+        environment: of this run; see `benchmarks.gpu.environment`.
+
+    Raises:
+        ValueError: where the file is something else.
+    """
+
+    def __init__(self, path: Path, part: str, environment: Mapping[str, Any]) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._environment = _name(environment)
+        self._data: dict[str, Any] = read(path) if path.exists() else {}
+        if self._data and self._data["part"] != part:
+            raise ValueError(f"{path} holds the results of {self._data['part']!r}, not of {part!r}")
+        self._data = {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "part": part,
+            "dry_run": bool(environment.get("dry_run")),
+            "environments": {**self._data.get("environments", {}), self._environment: dict(environment)},
+            "cases": self._data.get("cases", {}),
+        }
+
+    def get(self, key: str) -> Result | None:
+        """What this environment gave for a case; ``None`` where it has not been run."""
+        found: Result | None = self._data["cases"].get(key)
+        return found if found is not None and found["environment"] == self._environment else None
+
+    def put(self, key: str, one: Result) -> None:
+        """Keep a result, and write the file."""
+        with self._lock:
+            self._data["cases"][key] = {**one, "date": now(), "environment": self._environment}
+            self._write()
+
+    def forget(self, keys: Collection[str]) -> None:
+        """Drop these cases: they will be run again."""
+        with self._lock:
+            self._data["cases"] = {key: one for key, one in self._data["cases"].items() if key not in keys}
+            self._write()
+
+    def _write(self) -> None:
+        used = {one["environment"] for one in self._data["cases"].values()}
+        environments = {name: one for name, one in self._data["environments"].items() if name in used}
+        text = json.dumps({**self._data, "environments": environments}, indent=1, allow_nan=False)
+        replace_file(self.path, text + "\n")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A file that `Results` wrote.
+
+    Raises:
+        ValueError: where it is none.
+    """
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (FORMAT, FORMAT_VERSION):
+        raise ValueError(f'{path} is no file of results: expected "format": "{FORMAT}", "version": {FORMAT_VERSION}')
+    return data
+
+
+def now() -> str:
+    """The time, in UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def _name(environment: Mapping[str, Any]) -> str:
+    """A short name for an environment: equal for equal ones."""
+    return hashlib.sha256(json.dumps(dict(environment), sort_keys=True).encode()).hexdigest()[:8]
