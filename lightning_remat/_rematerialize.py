@@ -38,6 +38,16 @@ class Rematerialized:
         self._step.close()
 
     @property
+    def scheduled(self) -> ScheduledStep:
+        """What captures, plans and runs it."""
+        return self._step
+
+    @property
+    def modules(self) -> Sequence[torch.nn.Module]:
+        """The modules that the original is, belongs to, or names."""
+        return tuple(_modules_of(self.original))
+
+    @property
     def plan(self) -> Plan | None:
         """The plan that the last call ran; ``None`` before the first call, and where nothing could be captured."""
         return self._step.last_plan
