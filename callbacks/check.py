@@ -44,7 +44,8 @@ def check_step(
         trainer: of a fit that has begun.
         module: of it.
         step: what runs its training step.
-        args, kwargs: of the training step.
+        args: of the training step.
+        kwargs: of it too, by name.
         progress: told in words what is being done.
 
     Returns:
@@ -167,10 +168,7 @@ def _on_fewer_samples(
         report = compare(_runs(trainer, module, smaller, State(module, few, named), few, named, progress))
         smaller.scheduled.close()
         if not report.out_of_memory:
-            note = (
-                f"eager mode runs out of memory on {size} samples: {samples} of them were taken, at the same share of what can be "
-                "saved"
-            )
+            note = f"eager mode runs out of memory on {size} samples: {samples} of them were taken, at the same share"
             return dataclasses.replace(report, samples=samples, notes=(*report.notes, note))
         samples //= 2
     return _unchecked("eager mode runs out of memory, on a single sample too: there is nothing to compare with")

@@ -72,15 +72,27 @@ class Rematerialized:
 
 
 def _modules_of(function: Callable[..., Any]) -> list[torch.nn.Module]:
-    """The modules that a function is, belongs to, or names."""
-    if isinstance(function, torch.nn.Module):
-        return [function]
-    found = [getattr(function, "__self__", None)]
-    plain = getattr(function, "__func__", function)
-    if inspect.isfunction(plain):
-        names = inspect.getclosurevars(plain)
-        found += [*names.nonlocals.values(), *names.globals.values()]
-    return [thing for thing in found if isinstance(thing, torch.nn.Module)]
+    """The modules that a function is, belongs to, or names, itself or through functions that it closes over."""
+    found: dict[int, torch.nn.Module] = {}
+    waiting, seen = [function], set()
+    while waiting:
+        thing: Any = waiting.pop()
+        if isinstance(thing, torch.nn.Module):
+            found[id(thing)] = thing
+            continue
+        if id(thing) in seen or not callable(thing):
+            continue
+        seen.add(id(thing))
+        owner, plain = getattr(thing, "__self__", None), getattr(thing, "__func__", thing)
+        named: list[Any] = [owner] if isinstance(owner, torch.nn.Module) else []
+        if inspect.isfunction(plain):
+            names = inspect.getclosurevars(plain)
+            named += [
+                one for one in names.nonlocals.values() if isinstance(one, torch.nn.Module) or inspect.isfunction(one)
+            ]
+            named += [one for one in names.globals.values() if isinstance(one, torch.nn.Module)]
+        waiting += reversed(named)
+    return list(found.values())
 
 
 def rematerialize(

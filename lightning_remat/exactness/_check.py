@@ -55,6 +55,11 @@ def check(
     """
     step = rematerialize(module_or_function, budget, **options)
     modules = step.modules
+    if not modules:
+        raise ConfigError(
+            f"{module_or_function!r} names no module, and its gradients and buffers could not be compared: give a module, a "
+            "method of one, or a function that closes over one"
+        )
     keywords = dict(named or {})
 
     def running(function: Callable[..., Any]) -> Callable[[], Any]:

@@ -127,11 +127,13 @@ def _first(runs: Runs, repeat: bool) -> tuple[FirstDifference | None, list[str]]
     """The first op that gives other bits, or why it is not known; ``repeat``: in a second run of eager mode."""
     reference, other = Record(), Record()
     try:
+        runs.state.begin()
         with eager_recorded(reference, runs.modules):
-            output = _begun(runs, runs.eager)
+            output = runs.eager()
         reference.end(_tensors(runs, output))
+        runs.state.begin()
         with eager_recorded(other, runs.modules) if repeat else runs.scheduled.observed(other.call):
-            output = _begun(runs, runs.eager if repeat else runs.planned)
+            output = runs.eager() if repeat else runs.planned()
         other.end(_tensors(runs, output))
         found = first_difference(reference, other)
     except Exception as error:
@@ -140,11 +142,6 @@ def _first(runs: Runs, repeat: bool) -> tuple[FirstDifference | None, list[str]]
             f"which operation differs first is not known: {type(error).__name__}: {str(error).splitlines()[0]}"
         ]
     return found, [] if found is not None else ["which operation differs first could not be found"]
-
-
-def _begun(runs: Runs, run: Callable[[], Any]) -> Any:
-    runs.state.begin()
-    return run()
 
 
 def _tensors(runs: Runs, output: Any) -> Iterator[torch.Tensor]:

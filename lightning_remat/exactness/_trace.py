@@ -40,7 +40,7 @@ class Cause(str, Enum):
 
 
 _SENTENCES = {
-    Cause.KERNEL: "given the same bits as in eager mode, it returned others",
+    Cause.KERNEL: "given the same bits, it returned others",
     Cause.FORM: "given bits that eager mode has too, it returned others: there they are computed in another form",
 }
 
@@ -92,7 +92,7 @@ class Record:
     def call(self, op: str, module: str, args: Any, kwargs: Mapping[str, Any], run: Callable[[], Any]) -> Any:
         """Run an op, and write it down."""
         written = _tensors([value for name, value in kwargs.items() if name in WRITTEN])
-        read = [one for one in _tensors((args, kwargs)) if not any(one is other for other in written)]
+        read = _tensors((args, [value for name, value in kwargs.items() if name not in WRITTEN]))
         inputs = self._note(read)
         versions = [0 if one.is_inference() else one._version for one in read]
         result = run()
