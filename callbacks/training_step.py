@@ -175,10 +175,10 @@ def _accumulates(trainer: pl.Trainer) -> bool:
 
 
 def _adds_gradients_alone(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """Whether each backward does nothing but add the step's gradients to those at hand."""
+    """Whether each backward does nothing but add the step's gradients to those at hand, and is never repeated."""
     own = "backward" in vars(module) or type(module).backward is not pl.LightningModule.backward
     plain = type(trainer.precision_plugin).backward is Precision.backward
-    single = isinstance(trainer.strategy, SingleDeviceStrategy)
+    single = isinstance(trainer.strategy, SingleDeviceStrategy) and not hasattr(trainer.strategy, "recover_with")
     return module.automatic_optimization and not own and plain and single and _accumulates(trainer)
 
 

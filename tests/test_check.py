@@ -23,12 +23,14 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_remat import RematWarning, check
 from lightning_remat.callbacks import RematCallbackConfig
 from lightning_remat.callbacks.training_step import TrainingStep
-from lightning_remat.capture._torch import Exchange
+from lightning_remat.capture._torch import Exchange, in_backward
 from lightning_remat.errors import ConfigError, InfeasibleBudgetError
 from lightning_remat.exactness import Cause, FirstDifference, Kind, State, Verdict
 from lightning_remat.exactness import _advice as advice
 from lightning_remat.exactness._bits import differing, digest, same_bits, sum_of_words
 from lightning_remat.planner import _step
+from lightning_remat.strategies import RematStrategy
+from tests.helpers.failing import failing
 from tests.helpers.training import Classifier, assert_clean, assert_same, callback, fit, loader, network
 
 QUICK = {"cost_model": "unit", "solver": "greedy"}
@@ -254,12 +256,14 @@ def test_a_wrong_gradient_is_found_and_named(monkeypatch: pytest.MonkeyPatch, tm
 class Planted:
     drift = 0.0
     per_call = 0.0
+    in_backward = False
 
 
 @torch.library.custom_op("lightning_remat_tests::planted", mutates_args=())
 def planted(x: torch.Tensor) -> torch.Tensor:
-    Planted.drift += Planted.per_call
-    return x * (2 + Planted.drift)
+    if in_backward() or not Planted.in_backward:
+        Planted.drift += Planted.per_call
+    return x * (2 + Planted.drift if in_backward() or not Planted.in_backward else 2)
 
 
 @planted.register_fake
@@ -281,9 +285,10 @@ def with_planted() -> nn.Module:
 
 @pytest.fixture(autouse=True)
 def steady() -> Iterator[None]:
-    Planted.drift = Planted.per_call = 0.0
     yield
     Planted.drift = Planted.per_call = 0.0
+    Planted.in_backward = False
+    LEFT.clear()
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -305,11 +310,12 @@ def test_a_kernel_that_has_other_bits_in_the_planned_step(where: str, monkeypatc
     assert ("output" in {one.kind.value for one in report.differences}) == (where == "forward")
 
 
-def test_eager_mode_that_does_not_repeat_is_not_blamed_on_the_plan() -> None:
-    Planted.per_call = 2**-20
+@pytest.mark.parametrize("backward", [False, True])
+def test_eager_mode_that_does_not_repeat_is_not_blamed_on_the_plan(backward: bool) -> None:
+    Planted.per_call, Planted.in_backward = 2**-20, backward
     report = check(with_planted(), torch.randn(8, 16), budget=0.8, **QUICK)
     assert report.verdict is Verdict.UNREPEATABLE and report.repeats is False and not report.equal
-    assert report.first is not None and (report.first.module, report.first.backward) == ("2.1", False)
+    assert report.first is not None and (report.first.module, report.first.backward) == ("2.1", backward)
     assert "no operation of torch's own" in report.advice[0] and len(report.advice) == 1
     assert "eager mode, run twice" in report.summary()
 
@@ -561,6 +567,16 @@ def test_a_step_that_fits_as_it_is_and_one_that_is_only_planned() -> None:
 def test_the_option_is_checked_too() -> None:
     with pytest.raises(ConfigError, match="check='yes'"):
         RematCallbackConfig(check="yes")  # type: ignore[arg-type]
+
+
+def test_a_strategy_that_repeats_steps_still_can() -> None:
+    """The step is captured in the check, before the strategy runs one: no gradients may be added in its backward."""
+    options = {"train": lambda: loader(16), "accumulate_grad_batches": 2}
+    plain, remat = fit(Classifier, **options), callback(0.9, check=True)
+    with failing("backward", after=5) as calls:
+        repeated = fit(Classifier, remat, strategy=RematStrategy(), **options)
+    assert len(calls) > 5 and repeated.trainer.strategy.recoveries == 1
+    assert_same(plain.results, repeated.results)
 
 
 # -- advice -----------------------------------------------------------------------------------------------------------
