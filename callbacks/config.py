@@ -27,6 +27,7 @@ class RematCallbackConfig(RematConfig):
             steps run under torch's profiler.
         artifacts: save each plan (JSON) and its memory timeline (PNG) in the log directory, and hand them to the loggers.
         plan_only: plan the first batch, say and save what was found, and stop before anything is trained.
+        check: compare the first step with eager mode, bit for bit, and say what was found.
 
     Raises:
         ConfigError, BudgetError: on construction, saying what was given and what is accepted.
@@ -36,12 +37,13 @@ class RematCallbackConfig(RematConfig):
     measure: bool = True
     artifacts: bool = True
     plan_only: bool = False
+    check: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.reserve, bool) or not isinstance(self.reserve, int) or self.reserve < 0:
             raise ConfigError(f"reserve={self.reserve!r}: give a number of bytes, 0 or more")
-        for name in ("measure", "artifacts", "plan_only"):
+        for name in ("measure", "artifacts", "plan_only", "check"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give True or False")
 

@@ -88,11 +88,15 @@ class Deferred:
         finally:
             self._restore()
 
-    def settle(self, output: Any) -> Any:
-        """Make the calls that were written down; returns ``output`` with deferred values replaced by what they stand for."""
+    def settle(self, output: Any, log: bool = True) -> Any:
+        """Make the calls that were written down; returns ``output`` with deferred values replaced by what they stand for.
+
+        Without ``log``, those of ``log`` and ``log_dict`` are forgotten.
+        """
         try:
             for call in self.calls:
-                call.make()
+                if log or call.early:
+                    call.make()
             return apply_to_collection(output, DeferredValue, value_of)
         finally:
             self.calls.clear()

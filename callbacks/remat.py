@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_remat.callbacks.check import check_step, tell_check
 from lightning_remat.callbacks.config import RematCallbackConfig
 from lightning_remat.callbacks.dashboard import (
     log_metrics,
@@ -32,6 +34,7 @@ from lightning_remat.callbacks.progress import PlanningProgress
 from lightning_remat.callbacks.training_data import TrainingData
 from lightning_remat.callbacks.training_step import TrainingStep
 from lightning_remat.errors import ConfigError
+from lightning_remat.exactness import CheckReport
 from lightning_remat.measure import PeakMemory, track_peak
 from lightning_remat.planner import Plan, RematWarning, ScheduledStep
 
@@ -71,11 +74,15 @@ class RematCallback(Callback):
             steps run under torch's profiler.
         artifacts: save each plan (JSON) and its memory timeline (PNG) in the log directory.
         plan_only: plan the first batch, say and save what was found, and stop before anything is trained.
+        check: run the first step in eager mode too, from the same state, compare loss, gradients and buffers bit for bit, and
+            say what was found: that all are equal, or, as a warning, what differs first, why, and what to do. Training then
+            goes on from where it was, as without the check.
 
     Attributes:
         plan: the plan that ran last; ``None`` before the first batch.
         plans: all plans of this fit.
         measured_peak_bytes: the largest measured peak of a step under ``plan``, everything counted; ``None`` if unmeasured.
+        check_report: what the check of this fit has found; ``None`` without one.
         training_step: what the strategy runs during a fit; ``None`` before and after, and where nothing can be scheduled.
 
     Raises:
@@ -105,6 +112,7 @@ class RematCallback(Callback):
         measure: bool = True,
         artifacts: bool = True,
         plan_only: bool = False,
+        check: bool = False,
     ) -> None:
         super().__init__()
         self.config = RematCallbackConfig.from_mapping(
@@ -121,9 +129,11 @@ class RematCallback(Callback):
                 "measure": measure,
                 "artifacts": artifacts,
                 "plan_only": plan_only,
+                "check": check,
             }
         )
         self.measured_peak_bytes: int | None = None
+        self.check_report: CheckReport | None = None
         self.training_step: TrainingStep | None = None
         self._step: ScheduledStep | None = None  # kept after the fit: its plans can be read
         self._announced = 0
@@ -234,7 +244,7 @@ class RematCallback(Callback):
         """The step of a new fit; ``None``, with a warning, where it cannot be scheduled."""
         self._step, self._announced, self._measure_next, self.measured_peak_bytes = None, 0, 0, None
         self._over = False
-        self._batches, self._told = 0, False
+        self._batches, self._told, self.check_report = 0, False, None
         self._folder = plan_folder(trainer)
         if "dataloader_iter" in inspect.signature(module.training_step).parameters:
             rank_zero_warn(
@@ -245,6 +255,8 @@ class RematCallback(Callback):
             return None
         step = TrainingStep(trainer, module, self.config, reserve=self.config.reserve, progress=progress)
         self._step = step.scheduled
+        if self.config.check:
+            step.first = functools.partial(self._check, trainer, module, step, progress)
         return step
 
     @override
@@ -295,6 +307,19 @@ class RematCallback(Callback):
             trainer.limit_train_batches, self._limit = self._limit, None
 
     # -- inside -------------------------------------------------------------------------------------------------------
+
+    def _check(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        step: TrainingStep,
+        progress: Callable[[str], None],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.check_report = check_step(trainer, module, step, args, kwargs, progress)
+        folder = self._folder if self.config.artifacts else None
+        tell_check(trainer, step.scheduled.name, self.check_report, folder)
 
     def _announce(self, trainer: pl.Trainer) -> None:
         """Say, log and save the plans that are new."""

@@ -40,12 +40,14 @@ class TrainingStep:
         reserve: bytes that something else will need on the device.
         progress: told in words what is being done.
         leave_alone: see `ScheduledStep`.
+        alone: plan in this process only, with ``config`` as it is.
 
     Attributes:
         scheduled: what is captured, planned and run.
         config: with what all processes have agreed on.
         guard: calls the step; a strategy may put in one that calls it again when it fails.
         rehearsal: while this is set, what the step logs and gives to metrics is dropped.
+        first: called with the arguments of the first step, before it runs.
     """
 
     def __init__(
@@ -57,12 +59,14 @@ class TrainingStep:
         reserve: int = 0,
         progress: Callable[[str], None] | None = None,
         leave_alone: bool = True,
+        alone: bool = False,
     ) -> None:
-        self.rehearsal = False
+        self.rehearsal, self._logs = False, True
+        self.first: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
         self.guard: Callable[[Callable[[], Any]], Any] = _unguarded
         self._module, self._strategy = module, trainer.strategy
         self._deferred, self._own_state = Deferred(module), OwnState(module)
-        self.config = agreed_config(trainer, module, config)
+        self.config = config if alone else agreed_config(trainer, module, config)
         reserve += getattr(trainer.strategy, "reserved_bytes", 0)
         self.scheduled = ScheduledStep(
             module.training_step,
@@ -73,7 +77,7 @@ class TrainingStep:
             dynamic_sources=lambda: self._own_state.sources,
             leave_alone=leave_alone,
             several_backwards=not module.automatic_optimization,
-            agreement=agreement(trainer),
+            agreement=None if alone else agreement(trainer),
             reserved=parse_budget(config.budget).kind is BudgetKind.AUTO,  # also where all processes agreed on a size
             accumulates=lambda: self.guard is _unguarded and _adds_gradients_alone(trainer, module),
         )
@@ -90,13 +94,16 @@ class TrainingStep:
         if self.rehearsal:
             self._deferred.drop()
             return output
-        return self._deferred.settle(output)
+        return self._deferred.settle(output, log=self._logs)
 
     def install(self, after: Callable[[], None] = lambda: None) -> None:
         """From now on the strategy runs this; ``after`` is called when a step has run, however it ended."""
         unpatched = self._strategy.training_step
 
         def training_step(*args: Any, **kwargs: Any) -> Any:
+            first, self.first = self.first, None
+            if first is not None:
+                first(args, kwargs)
             # On the module for as long as it runs: copies, checkpoints and pickles of the module are what they were.
             with standing_in(self._module, "training_step", self):
                 try:
@@ -118,10 +125,31 @@ class TrainingStep:
             self.rehearsal = False
             self.remove()
 
+    def unlogged(self, *args: Any, **kwargs: Any) -> Any:
+        """Run once outside of training, in this process alone: metrics are given what is theirs, and nothing is logged."""
+        self._logs = False
+        try:
+            with standing_in(self._module, "training_step", self), self._strategy.precision_plugin.train_step_context():
+                return self._run(*args, **kwargs)
+        finally:
+            self._logs = True
+
+    def eager(self, *args: Any, **kwargs: Any) -> Any:
+        """The same, of the module's own ``training_step``."""
+        with contextlib.ExitStack() as stack:
+            for name in ("log", "log_dict"):
+                stack.enter_context(standing_in(self._module, name, _ignored))
+            stack.enter_context(self._strategy.precision_plugin.train_step_context())
+            return self.scheduled.function(*args, **kwargs)
+
     def remove(self) -> None:
         """The strategy runs the plain step again."""
         self.scheduled.close()
         vars(self._strategy).pop("training_step", None)
+
+
+def _ignored(*_args: Any, **_kwargs: Any) -> None:
+    """In the place of ``log``."""
 
 
 def _unguarded(run: Callable[[], Any]) -> Any:
@@ -151,10 +179,10 @@ def _accumulates(trainer: pl.Trainer) -> bool:
 
 
 def _adds_gradients_alone(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """Whether each backward does nothing but add the step's gradients to those at hand."""
+    """Whether each backward does nothing but add the step's gradients to those at hand, and is never repeated."""
     own = "backward" in vars(module) or type(module).backward is not pl.LightningModule.backward
     plain = type(trainer.precision_plugin).backward is Precision.backward
-    single = isinstance(trainer.strategy, SingleDeviceStrategy)
+    single = isinstance(trainer.strategy, SingleDeviceStrategy) and not hasattr(trainer.strategy, "recover_with")
     return module.automatic_optimization and not own and plain and single and _accumulates(trainer)
 
 

@@ -8,20 +8,25 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_remat._rematerialize import Rematerialized, rematerialize
     from lightning_remat.errors import InfeasibleBudgetError, RematError
+    from lightning_remat.exactness import CheckReport, check
     from lightning_remat.planner import Plan, RematConfig, RematWarning
 
 __all__ = [
+    "CheckReport",
     "InfeasibleBudgetError",
     "Plan",
     "RematConfig",
     "RematError",
     "RematWarning",
     "Rematerialized",
+    "check",
     "rematerialize",
 ]
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CheckReport": "lightning_remat.exactness",
+    "check": "lightning_remat.exactness",
     "InfeasibleBudgetError": "lightning_remat.errors",
     "RematError": "lightning_remat.errors",
     "Plan": "lightning_remat.planner",

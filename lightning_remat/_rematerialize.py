@@ -38,6 +38,16 @@ class Rematerialized:
         self._step.close()
 
     @property
+    def scheduled(self) -> ScheduledStep:
+        """What captures, plans and runs it."""
+        return self._step
+
+    @property
+    def modules(self) -> Sequence[torch.nn.Module]:
+        """The modules that the original is, belongs to, or names."""
+        return tuple(_modules_of(self.original))
+
+    @property
     def plan(self) -> Plan | None:
         """The plan that the last call ran; ``None`` before the first call, and where nothing could be captured."""
         return self._step.last_plan
@@ -62,15 +72,27 @@ class Rematerialized:
 
 
 def _modules_of(function: Callable[..., Any]) -> list[torch.nn.Module]:
-    """The modules that a function is, belongs to, or names."""
-    if isinstance(function, torch.nn.Module):
-        return [function]
-    found = [getattr(function, "__self__", None)]
-    plain = getattr(function, "__func__", function)
-    if inspect.isfunction(plain):
-        names = inspect.getclosurevars(plain)
-        found += [*names.nonlocals.values(), *names.globals.values()]
-    return [thing for thing in found if isinstance(thing, torch.nn.Module)]
+    """The modules that a function is, belongs to, or names, itself or through functions that it closes over."""
+    found: dict[int, torch.nn.Module] = {}
+    waiting, seen = [function], set()
+    while waiting:
+        thing: Any = waiting.pop()
+        if isinstance(thing, torch.nn.Module):
+            found[id(thing)] = thing
+            continue
+        if id(thing) in seen or not callable(thing):
+            continue
+        seen.add(id(thing))
+        owner, plain = getattr(thing, "__self__", None), getattr(thing, "__func__", thing)
+        named: list[Any] = [owner] if isinstance(owner, torch.nn.Module) else []
+        if inspect.isfunction(plain):
+            names = inspect.getclosurevars(plain)
+            named += [
+                one for one in names.nonlocals.values() if isinstance(one, torch.nn.Module) or inspect.isfunction(one)
+            ]
+            named += [one for one in names.globals.values() if isinstance(one, torch.nn.Module)]
+        waiting += reversed(named)
+    return list(found.values())
 
 
 def _main_device(modules: Sequence[torch.nn.Module]) -> torch.device | None:

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from lightning_remat.cli import _main, main
@@ -35,6 +36,17 @@ class Network(torch.nn.Module):
 
 def network(width=32, depth=4, batch=64):
     return Network(width, depth), (torch.randn(batch, width),)
+
+def drifts():
+    net = Network(8, 1)
+    net.calls = torch.zeros(())
+    def step(x):
+        with torch.no_grad():
+            steps.append(1)
+        return net(x) * len(steps)
+    return step, torch.randn(4, 8)
+
+steps = []
 
 def huge():
     return Network(100_000, 2), torch.randn(4096, 100_000)
@@ -156,6 +168,56 @@ def test_what_cannot_be_captured_is_said_in_one_line(run: Run, arguments: list[s
     assert words in err
     assert err.count("\n") == 1
     assert not list(Path().glob("*.json")) or [path.name for path in Path().glob("*.json")] == ["chain.json"]
+
+
+# -- check ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--precision", "bf16-true"), ("--precision", "bf16-mixed", "--deterministic"), ("--argument", "depth=2")],
+    ids=lambda options: " ".join(options) or "as it is",
+)
+def test_a_network_is_checked(run: Run, options: tuple[str, ...]) -> None:
+    status, out, err = run(
+        "check",
+        "networks.py:network",
+        "--budget",
+        "90%",
+        "--cost",
+        "unit",
+        "--method",
+        "greedy",
+        "-o",
+        "r.json",
+        *options,
+    )
+    assert (status, err) == (0, "")
+    gradients = 4 if "depth=2" in options else 8
+    assert f"checked: loss and {gradients} gradients are bit for bit those of eager mode" in out
+    assert json.loads(Path("r.json").read_text())["verdict"] == "equal"
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_check_that_fails_says_so_and_ends_with_a_status_of_its_own(run: Run) -> None:
+    status, out, _ = run("check", "networks.py:drifts", "--cost", "unit", "--method", "greedy")
+    assert status == 1
+    assert "eager mode, run twice from the same state, has other bits the second time" in out
+    assert "the output loss" in out and "What to do:" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["networks.py:step_fails"], "the step failed: RuntimeError: mat1 and mat2"),
+        (["networks.py:network", "--device", "nowhere"], "device 'nowhere' cannot be used"),
+        (["networks.py:function_of_names", "--precision", "bf16-true"], "is for a module"),
+        (["networks.py:network", "--budget", "1000"], "no schedule was found within a budget"),
+    ],
+)
+def test_checks_that_cannot_be_made(run: Run, arguments: list[str], words: str) -> None:
+    status, _, err = run("check", *arguments, "--cost", "unit", "--method", "greedy")
+    assert status == 2 and words in err
 
 
 # -- solve, compare, curve ------------------------------------------------------------------------------------------------

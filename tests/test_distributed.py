@@ -30,6 +30,8 @@ CASES = [
     "auto",
     "measured",
     "measured-views",
+    "checked",
+    "checked-static",
 ]
 FAILING = ["forward fails", "backward fails"]
 
@@ -60,6 +62,13 @@ def test_the_numbers_are_those_of_ddp(found, case):
         assert "error" not in process and process["failures"] == []
         assert process["plans"] and any(plan["rematerializes"] for plan in process["plans"])
         assert any(process["runs"])
+
+
+@pytest.mark.parametrize(("case", "gradients"), [("checked", 14), ("checked-static", 14)])
+def test_each_process_checks_its_own_step(found, case, gradients):
+    for process in found[case]:
+        words = f"checked: loss, {gradients} gradients and 9 buffers are bit for bit those of eager mode"
+        assert process["check"].startswith(words)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ("shapes", "artifacts")])

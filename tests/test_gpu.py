@@ -13,9 +13,11 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_remat import InfeasibleBudgetError, rematerialize
+from lightning_remat import InfeasibleBudgetError, check, rematerialize
 from lightning_remat.budget import device_bytes, device_total_bytes
 from lightning_remat.callbacks import RematCallback
+from lightning_remat.exactness._bits import digest, sum_of_words
+from lightning_remat.exactness._trace import Record, eager_recorded
 from lightning_remat.measure import held_bytes, peak_memory
 from tests.helpers import training
 
@@ -371,3 +373,41 @@ def test_a_fit_at_auto_that_fits_is_left_alone() -> None:
     scheduled = training.fit(training.Classifier, remat, **options)
     training.assert_same(plain.results, scheduled.results)
     assert not any(plan.rematerializes for plan in remat.plans) and not remat.failures
+
+
+# -- the check --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_check_finds_eagers_bits(dtype: torch.dtype) -> None:
+    net = SmallGPT2().cuda().to(dtype)
+    before = torch.cuda.get_rng_state()
+    report = check(net, torch.randint(1000, (4, 128), device="cuda"), budget=0.5, time_limit=5.0)
+    assert report.equal and report.plans[1], report.summary()
+    assert torch.equal(before, torch.cuda.get_rng_state())
+
+
+def test_a_check_names_what_does_not_repeat() -> None:
+    """Sums by atomic addition, in the order in which threads come."""
+    torch.use_deterministic_algorithms(False)
+    net = nn.Sequential(nn.Linear(64, 64), Scattered(), nn.Linear(64, 64)).cuda()
+    report = check(net, torch.randn(2**16, 64, device="cuda"), budget=0.9, time_limit=5.0)
+    assert report.repeats is False, report.summary()
+    assert report.first is None or (report.first.module == "1" and "use_deterministic" in report.advice[0])
+
+
+class Scattered(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        return torch.zeros_like(x[:1]).index_add(0, rows, x)
+
+
+def test_digests_and_the_ops_of_a_backward() -> None:
+    value = torch.randn(3, 2**20, device="cuda")
+    assert digest(value).item() == sum_of_words(value.cpu().reshape(-1)).item() == digest(value.view(-1)).item()
+    net, record = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).cuda(), Record()
+    with eager_recorded(record, {"": net}):
+        net(torch.randn(4, 8, device="cuda")).sum().backward()
+    record.end([])
+    backward = {(call.op, call.module) for call in record.read()[0] if call.backward}
+    assert ("aten.tanh_backward.default", "1") in backward and ("aten.mm.default", "0") in backward

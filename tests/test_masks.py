@@ -137,7 +137,9 @@ class Pair:
         found.backward()
         assert not self.step.failures
         counts = itertools.zip_longest(self.step.plans, self.step.runs, before, fillvalue=0)
-        ran = [plan for plan, now, then in counts for _ in range(now - then)]  # several where the model breaks the graph
+        ran = [
+            plan for plan, now, then in counts for _ in range(now - then)
+        ]  # several where the model breaks the graph
         attention = [op for plan in ran for op in plan.graph.ops if ATTENTION in op.target]
         self.masks = sorted(len(op.inputs) > 3 for op in attention)
         assert self.masks == sorted(in_eager_mode.found)

@@ -709,7 +709,7 @@ class _Reader:
         once = node.meta.get("remat_once") or not_worth_it or not _ops.repeats(target) or _gives_read_statistics(node)
         op = Op(
             name=node.name,
-            target=_target_name(target),
+            target=target_name(target),
             inputs=tuple(read),
             outputs=tuple(outputs),
             phase=phase,
@@ -871,5 +871,6 @@ def _gives_read_statistics(node: Node) -> bool:
     return found
 
 
-def _target_name(target: Any) -> str:
+def target_name(target: Any) -> str:
+    """What an op is called: ``"aten.mm.default"``, or a function's name."""
     return str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", str(target))

@@ -15,7 +15,8 @@ What is used and why:
   is where it calls a tensor's methods).
 * Dynamo's sources and guards: what such an answer rests on is asked again in every step.
 * ``distributed_c10d._get_default_store``: where processes that train together leave notes for each other.
-* ``TorchDispatchMode`` and an op's kernel for one device: a kernel's result on memory that is given to it.
+* ``TorchDispatchMode`` and an op's kernel for one device: a kernel's result on memory that is given to it; and what eager mode
+  runs, op by op, with the number of each in autograd's graph: by it an op of a backward is known to be that of a forward.
 * ``torch.utils._sympy``: the arithmetic of symbolic sizes, as numbers and as nodes of a graph.
 * ``fx.experimental._config``: sizes that happen to be equal are told apart.
 * AOTAutograd's descriptors of inputs and outputs: which output a tangent belongs to, and what is written back.
@@ -102,11 +103,13 @@ __all__ = [
     "given_now",
     "guard_on",
     "hint",
+    "in_backward",
     "is_whole_function",
     "keep_saved",
     "largest",
     "lead_only_to",
     "needs_kept",
+    "observed_ops",
     "on_backward",
     "output_of_tangent",
     "real_layouts",
@@ -262,7 +265,7 @@ def real_layouts() -> Iterator[None]:
 
 def calls_cudnn(x: torch.Tensor) -> bool:
     """Whether ``_batch_norm_with_update`` of such a tensor was traced for cuDNN's batch norm: there is one on the device."""
-    op: str = torch.ops.aten.cudnn_batch_norm.default.name()
+    op: str = torch.ops.aten.cudnn_batch_norm.default.name()  # type: ignore[no-untyped-call]
     return torch._C._dispatch_has_kernel_for_dispatch_key(op, x.device.type.upper())
 
 
@@ -307,6 +310,35 @@ def run_on_cpu(op: OpOverload, args: tuple[Any, ...], *, like: torch.Tensor, mem
     """
     with _GivenMemory(like, memory):
         return op.redispatch(_CPU, *args)
+
+
+ObserveOp = Callable[[OpOverload, tuple[Any, ...], dict[str, Any], int, Callable[[], Any]], Any]
+"""Given an op, its arguments, the number of the node of autograd's graph that runs it or was made for it last, and what runs
+it: runs it, and returns its result.
+"""
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread."""
+    return torch._C._current_autograd_node() is not None
+
+
+class _ObservedOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, observe: ObserveOp) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._observe = observe
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        node: Any = torch._C._current_autograd_node()
+        number = node._sequence_nr() if node is not None else torch._C._autograd._get_sequence_nr() - 1
+        kwargs = kwargs or {}
+        return self._observe(func, args, kwargs, number, functools.partial(func, *args, **kwargs))
+
+
+def observed_ops(observe: ObserveOp) -> contextlib.AbstractContextManager[Any]:
+    """Every op that eager mode runs meanwhile, forward or backward, is run through ``observe``."""
+    return _ObservedOps(observe)
 
 
 _OPERATOR = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
@@ -379,6 +411,39 @@ class Modules:
     sizes: int
 
 
+ObserveNode = Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]
+"""Given a node of a lowered module, its arguments and what runs it: runs it, and returns its result."""
+
+
+class _Runner:
+    """One module of a version."""
+
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        self._module, self._run = module, boxed(module)
+
+    def __call__(self, args: list[Any], observe: ObserveNode | None) -> Any:
+        if observe is None:
+            return self._run(args)
+        given = tuple(args)
+        args.clear()
+        return _Observed(self._module, observe).run(*given)
+
+
+class _Observed(torch.fx.Interpreter):
+    """Runs a module node by node."""
+
+    def __init__(self, module: torch.fx.GraphModule, observe: ObserveNode) -> None:
+        super().__init__(module)
+        self._observe = observe
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        run = functools.partial(self.call_function, n.target, args, kwargs)
+        return self._observe(n, args, kwargs, run)
+
+
 class Exchange:
     """What AOTAutograd runs for one captured graph: one of several versions of it, each a forward and its backward.
 
@@ -390,12 +455,14 @@ class Exchange:
     Attributes:
         current: the version that the next forward runs.
         dropped: positions of gradients that the next backward does not hand over.
+        observe: where it is set, every op is run through it (slow).
     """
 
     def __init__(self) -> None:
         self.current = 0
         self.dropped: frozenset[int] = frozenset()
-        self._versions: list[tuple[Callable[[list[Any]], Any], Callable[[list[Any]], Any], torch.Tensor]] = []
+        self.observe: ObserveNode | None = None
+        self._versions: list[tuple[_Runner, _Runner, torch.Tensor]] = []
         self._returned = self._sizes = -1
 
     def add(self, modules: Modules) -> int:
@@ -411,20 +478,20 @@ class Exchange:
             saved.meta.pop("val", None)
         with real_tensors():
             mark = torch.tensor(number, device="cpu")
-        self._versions.append((boxed(modules.forward), boxed(modules.backward), mark))
+        self._versions.append((_Runner(modules.forward), _Runner(modules.backward), mark))
         return number
 
     def forward(self, args: list[Any]) -> tuple[Any, ...]:
         """The current version's forward."""
         run, _, number = self._versions[self.current]
-        outputs = run(args)
+        outputs = run(args, self.observe)
         return (*outputs[: self._returned], number, *outputs[self._returned :])
 
     def backward(self, args: list[Any]) -> Any:
         """The backward of the forward that saved ``args``."""
         number = int(args.pop(self._sizes))
         dropped, self.dropped = self.dropped, frozenset()
-        found = self._versions[number][1](args)
+        found = self._versions[number][1](args, self.observe)
         return tuple(None if i in dropped else one for i, one in enumerate(found)) if dropped else found
 
 

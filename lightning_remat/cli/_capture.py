@@ -124,7 +124,7 @@ def captured_graph(
     with contextlib.ExitStack() as stack:
         if not real:
             stack.enter_context(internals.fake_tensors())
-        stack.enter_context(_device(device))
+        stack.enter_context(on_device(device))
         function, args, kwargs = make()
 
         def surroundings() -> Surroundings:
@@ -167,7 +167,12 @@ def _bytes(tensor: torch.Tensor) -> int:
     return block_bytes(tensor.nbytes, tensor.device.type)
 
 
-def _device(device: str) -> contextlib.AbstractContextManager[Any]:
+def on_device(device: str) -> contextlib.AbstractContextManager[Any]:
+    """While open, tensors are made there.
+
+    Raises:
+        ConfigError: for one that cannot be used.
+    """
     try:
         where = torch.device(device)
         torch.empty(0, device=where)

@@ -20,11 +20,17 @@ from lightning_remat.errors import BudgetError, ConfigError, RematError, SolverE
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.report import format_bytes, format_seconds, plan_table
 
+DIFFERENT = 1
+"""Exit status of a check that has not found the bits equal."""
+
 FAILED = 2
 """Exit status of an error of the project; that of argparse too."""
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
+
+Command = Callable[[argparse.Namespace, Console], int | None]
+"""Does what was asked; returns an exit status where it is not 0."""
 
 BUDGET = (
     "bytes, a size such as 8GiB, a share of what rematerialization can save such as 50%% or 0.5, min (the smallest peak that "
@@ -39,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: those of the command line by default.
 
     Returns:
-        The exit status: 0, or 2 after an error.
+        The exit status: 0, 1 where a check has not found the bits equal, or 2 after an error.
     """
     try:
         given = _parser().parse_args(arguments)
@@ -49,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     console, errors = _console(), _console(stderr=True)
     try:
-        command: Callable[[argparse.Namespace, Console], None] = given.command
-        command(given, console)
+        command: Command = given.command
+        return command(given, console) or 0
     except (RematError, OSError) as error:
         if given.verbose:
             logging.getLogger(__name__).info("the error in full", exc_info=error)
@@ -60,7 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         errors.print("lightning-remat: interrupted")
         return INTERRUPTED
-    return 0
 
 
 def _console(stderr: bool = False) -> Console:
@@ -76,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("-v", "--verbose", action="store_true", help="log what is done, and show errors in full")
 
-    def add(name: str, command: Callable[[argparse.Namespace, Console], None], help: str) -> argparse.ArgumentParser:  # noqa: A002
+    def add(name: str, command: Command, help: str) -> argparse.ArgumentParser:  # noqa: A002
         added = commands.add_parser(name, parents=[shared], help=help, description=f"{help[0].upper()}{help[1:]}.")
         added.set_defaults(command=command)
         return added
@@ -92,6 +97,20 @@ def _parser() -> argparse.ArgumentParser:
     capture.add_argument("--real", action="store_true", help="make the network with its memory, as --cost profile does")
     capture.add_argument("--no-old-gradients", action="store_true", help="none of the step before live in the forward")
     capture.add_argument("--resident", metavar="SIZE", help="held on the device beside, such as an optimizer's state")
+
+    check = add("check", _check, "run a network as planned and in eager mode, and compare the two bit for bit")
+    check.add_argument("factory", metavar="MODULE:FACTORY", help="a function that returns a module and its batch")
+    check.add_argument("--budget", default="50%", help=f"{BUDGET} (50%%)")
+    check.add_argument("--device", default="cpu", help="where tensors are made (%(default)s)")
+    check.add_argument("--precision", choices=PRECISIONS, help="by default all is as the factory makes it")
+    check.add_argument("--deterministic", action="store_true", help="under torch.use_deterministic_algorithms(True)")
+    check.add_argument("--method", default="auto", help="how to solve (%(default)s)")
+    check.add_argument(
+        "--cost", default="profile", metavar="MODEL", help="what ops cost: profile, roofline, flops, unit"
+    )
+    check.add_argument("--time-limit", type=float, default=30.0, metavar="SECONDS", help="of each solve (%(default)g)")
+    check.add_argument("--argument", action="append", default=[], metavar="NAME=VALUE", help="passed to the factory")
+    check.add_argument("-o", "--out", type=Path, help="where to save the report, as JSON")
 
     solving = argparse.ArgumentParser(add_help=False)
     solving.add_argument("graph", type=Path, metavar="GRAPH", help="a graph file")
@@ -140,6 +159,9 @@ _COST = (
     "(measured on the device). With flops and unit, what the tables call time is FLOPs and numbers of ops"
 )
 
+PRECISIONS = ("64-true", "32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
+"""Of a check, as Lightning names them."""
+
 _NO_SECONDS = {"flops": "FLOPs", "unit": "ops"}
 """Cost models whose costs are no times, and what they are."""
 
@@ -180,6 +202,31 @@ def _capture(given: argparse.Namespace, console: Console) -> None:
         *captured.notes,
         f"saved to {out}",
     )
+
+
+def _check(given: argparse.Namespace, console: Console) -> int:
+    from lightning_remat.cli._capture import load_factory, make_step
+    from lightning_remat.cli._check import checked
+
+    factory, arguments = load_factory(given.factory), _pairs(given.argument)
+    with Progress() as progress:
+        progress("making the network")
+        report = checked(
+            lambda: make_step(factory, arguments, real=True),
+            device=given.device,
+            precision=given.precision,
+            deterministic=given.deterministic,
+            progress=progress,
+            budget=given.budget,
+            solver=given.method,
+            cost_model=given.cost,
+            time_limit=given.time_limit,
+        )
+    _lines(console, *report.summary().splitlines())
+    if given.out is not None:
+        report.save(given.out)
+        _lines(console, f"saved to {given.out}")
+    return 0 if report.equal else DIFFERENT
 
 
 def _solve(given: argparse.Namespace, console: Console) -> None:

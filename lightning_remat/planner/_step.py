@@ -12,10 +12,11 @@ import dataclasses
 import functools
 import logging
 import math
+import operator
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +27,7 @@ from lightning_remat.allocator import Footprint
 from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.capture import PARTS, Autocast, CapturedGraph, from_joint, same_device
 from lightning_remat.capture import _torch as internals
+from lightning_remat.capture._joint import module_path, target_name
 from lightning_remat.capture._masks import masks_as_in_eager_mode
 from lightning_remat.cost import CostCache, OpCost, cost_model
 from lightning_remat.errors import InfeasibleBudgetError, RematError
@@ -52,6 +54,9 @@ log = logging.getLogger(__name__)
 
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype, torch.device, bool], ...]
 """Shape, dtype, device and ``requires_grad`` of every tensor that a call is given."""
+
+ObserveOp = Callable[[str, str, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]
+"""Given an op's name, the path of its module, its arguments and what runs it: runs it, and returns its result."""
 
 TIGHTER = 0.8
 """Of what lies between the floor and the peak of a plan that ran out of memory, what the next may take."""
@@ -374,6 +379,27 @@ class ScheduledStep:
             self._search[0].close()
         self._search = None
         self._to_search.clear()
+
+    def begin_anew(self) -> None:
+        """What has run so far was no training: runs are counted, and buffers watched, as if there had been none."""
+        self.runs[:] = [0] * len(self.runs)
+
+    @contextlib.contextmanager
+    def observed(self, observe: ObserveOp) -> Iterator[None]:
+        """While open, every op of what was captured is run through ``observe``, in the order in which it is scheduled."""
+
+        def observe_node(node: torch.fx.Node, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
+            if node.target is operator.getitem:
+                return run()
+            return observe(target_name(node.target), module_path(node), args, kwargs, run)
+
+        for graph in self._graphs:
+            graph.exchange.observe = observe_node
+        try:
+            yield
+        finally:
+            for graph in self._graphs:
+                graph.exchange.observe = None
 
     def tighten(self, budget_bytes: int | None = None) -> int | None:
         """Come down to a smaller budget, because the last call ran out of memory; what it ran is planned again.

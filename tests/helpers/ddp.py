@@ -77,6 +77,8 @@ CASES: dict[str, dict[str, Any]] = {
         "ddp": {"gradient_as_bucket_view": True},
         "remat": {"measure": True},
     },
+    "checked": {"make": Unused, "ddp": {"find_unused_parameters": True}, "remat": {"check": True}},
+    "checked-static": {"ddp": {"static_graph": True}, "remat": {"check": True}},
     "infeasible": {"budget": 2000},
     "forward fails": {"fails": "forward", "budget": 0.7},
     "backward fails": {"fails": "backward", "budget": 0.7},
@@ -107,6 +109,7 @@ def run(name: str, folder: Path) -> None:
     found["recoveries"] = getattr(strategy, "recoveries", 0)
     found["failures"] = remat.failures
     found["runs"] = remat.runs
+    found["check"] = remat.check_report.summary() if remat.check_report is not None else None
     found["measured"] = remat.measured_peak_bytes
     found["plans"] = [
         {
