@@ -94,8 +94,9 @@ def plan_facts(plan: Plan | None) -> dict[str, Any]:
         "solver": plan.solver,
         "plan_status": plan.status.value,
         "budget_bytes": plan.budget_bytes,
-        "predicted_peak_bytes": plan.predicted_peak_bytes,
-        "predicted_reserved_bytes": getattr(plan, "predicted_reserved_bytes", None),
+        "predicted_peak_bytes": plan.predicted_allocated_bytes,
+        "predicted_reserved_bytes": plan.predicted_reserved_bytes or None,
+        "arrangement": plan.footprint.arrangement.value if plan.footprint is not None else None,
         "baseline_peak_bytes": plan.baseline_peak_bytes,
         "overhead": plan.overhead,
         "gap": plan.gap,
@@ -122,9 +123,9 @@ def peaks(
     """What one training step holds, measured: bytes.
 
     Returns:
-        ``measured_peak_bytes``: parameters, buffers, gradients and batch, and what the allocator held beyond them: what a plan
-        predicts. On CUDA also the allocator's own ``allocated_peak_bytes`` and ``reserved_peak_bytes``, which count whatever
-        else is there (cuBLAS's workspace), from an empty cache.
+        ``measured_peak_bytes``: what a plan predicts. On the CPU parameters, buffers, gradients and batch, and what the allocator
+        held beyond them; on CUDA all that is allocated (cuBLAS's workspaces, say), and beside it ``reserved_peak_bytes``, from
+        an empty cache.
     """
     gc.collect()
     if device.type == "cuda":
@@ -132,6 +133,6 @@ def peaks(
     held = held_bytes(module, batch, gradients=True, device=device.type)
     found = {"measured_peak_bytes": held + peak_memory(step, device)}
     if device.type == "cuda":
-        found["allocated_peak_bytes"] = torch.cuda.max_memory_allocated(device)
+        found["measured_peak_bytes"] = torch.cuda.max_memory_allocated(device)
         found["reserved_peak_bytes"] = torch.cuda.max_memory_reserved(device)
     return found
