@@ -123,9 +123,9 @@ def peaks(
     """What one training step holds, measured: bytes.
 
     Returns:
-        ``measured_peak_bytes``: what a plan predicts. On the CPU parameters, buffers, gradients and batch, and what the allocator
-        held beyond them; on CUDA all that is allocated (cuBLAS's workspaces, say), and beside it ``reserved_peak_bytes``, from
-        an empty cache.
+        ``measured_peak_bytes``: what a plan predicts. On the CPU parameters, buffers, gradients and batch, and what the
+        allocator held beyond them; on CUDA all that is allocated (cuBLAS's workspaces, say), and beside it
+        ``reserved_peak_bytes``, from an empty cache.
     """
     gc.collect()
     if device.type == "cuda":
