@@ -18,6 +18,7 @@ from lightning_remat import InfeasibleBudgetError, check, rematerialize
 from lightning_remat.allocator import AllocatorSettings, Arrangement, CachingAllocator, Footprint
 from lightning_remat.budget import device_bytes, device_total_bytes
 from lightning_remat.callbacks import RematCallback
+from lightning_remat.capture._ops import cudnn_batch_norm
 from lightning_remat.capture._torch import allocator_settings
 from lightning_remat.exactness._bits import digest, sum_of_words
 from lightning_remat.exactness._trace import Record, eager_recorded
@@ -228,6 +229,49 @@ def test_the_model_of_the_allocator_follows_the_real_one() -> None:
             model.free(block)  # type: ignore[arg-type]
         assert model.allocated_bytes == torch.cuda.memory_allocated(here)
         assert model.reserved_bytes == torch.cuda.memory_reserved(here)
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.6, "min"])
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "float16 autocast"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_cudnn_batch_norm_has_the_bits_of_eager(
+    layout: torch.memory_format, half: bool, budget: float | str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, batch = conv_net(torch.float32)
+    plain, batch = plain.to(memory_format=layout), batch.to(memory_format=layout)
+    scheduled = copy.deepcopy(plain)
+    step = rematerialize(scheduled, budget=budget)
+    results = []
+    for module, call in ((plain, plain), (scheduled, step)):
+
+        def under_autocast(images: torch.Tensor, call: Callable[..., torch.Tensor] = call) -> torch.Tensor:
+            with torch.autocast("cuda", torch.float16, enabled=half):
+                return call(images)
+
+        losses = {f"loss {number}": loss for number, loss in enumerate(train(module, under_autocast, batch))}
+        gradients = {f"gradient of {name}": one.grad for name, one in module.named_parameters()}
+        results.append({**losses, **gradients, **module.state_dict()})
+    right, found = results
+    assert not [name for name, value in right.items() if not torch.equal(value, found[name])]
+    assert step.plan is not None and not step.failures
+    targets = {op.target for op in step.plan.graph.ops}
+    assert {"cudnn_batch_norm", "aten.cudnn_batch_norm_backward.default"} <= targets
+    assert "could not be profiled" not in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_cudnn_batch_norm_again_gives_its_bits_and_updates_nothing(dtype: torch.dtype) -> None:
+    x = torch.randn(8, 16, 9, 9, device="cuda", dtype=dtype)
+    weight, bias, mean, var = (torch.rand(16, device="cuda") for _ in range(4))
+    new_mean, new_var = mean.clone(), var.clone()
+    op = torch.ops.aten.cudnn_batch_norm.default
+    first = op(x, weight, bias, new_mean, new_var, True, 0.1, 1e-5)
+    again = op(x, weight, bias, None, None, True, 0.1, 1e-5)
+    functional_form = cudnn_batch_norm(x, weight, bias, mean, var, True, 0.1, 1e-5)
+    assert len(functional_form) == 6 and not torch.equal(mean, new_mean)
+    for one, other, third in zip(first[:3], again, functional_form, strict=False):
+        assert torch.equal(one, other) and torch.equal(one, third)
+    assert torch.equal(functional_form[4], new_mean) and torch.equal(functional_form[5], new_var)
 
 
 def test_rematerialization_lowers_the_measured_peak() -> None:

@@ -265,8 +265,7 @@ def real_layouts() -> Iterator[None]:
 
 def calls_cudnn(x: torch.Tensor) -> bool:
     """Whether ``_batch_norm_with_update`` of such a tensor was traced for cuDNN's batch norm: there is one on the device."""
-    op: str = torch.ops.aten.cudnn_batch_norm.default.name()  # type: ignore[no-untyped-call]
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op, x.device.type.upper())
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::cudnn_batch_norm", x.device.type.upper())
 
 
 def fake_tensors() -> contextlib.AbstractContextManager[Any]:
