@@ -31,7 +31,7 @@ from lightning_remat.callbacks.training_data import TrainingData
 from lightning_remat.callbacks.training_step import TrainingStep
 from lightning_remat.errors import ConfigError
 from lightning_remat.measure import PeakMemory, track_peak
-from lightning_remat.planner import Plan, RematWarning, ScheduledStep
+from lightning_remat.planner import AtHand, Plan, RematWarning, ScheduledStep
 
 DDP_SETTLES = 2
 """Steps after which DDP has made its buckets anew, in the order in which gradients come: not steps like the others."""
@@ -70,6 +70,7 @@ class RematCallback(Callback):
         plans: all plans of this fit.
         measured_peak_bytes: the largest measured peak of a step under ``plan``, everything counted; ``None`` if unmeasured.
         training_step: what the strategy runs during a fit; ``None`` before and after, and where nothing can be scheduled.
+        at_hand: schedules that `RematBatchSizeFinder` met in this fit; no plan that they fit is dearer.
 
     Raises:
         ConfigError: for an option that cannot be used, or (in ``setup``) for a strategy or a compiled module that is not
@@ -116,6 +117,7 @@ class RematCallback(Callback):
         )
         self.measured_peak_bytes: int | None = None
         self.training_step: TrainingStep | None = None
+        self.at_hand: AtHand | None = None
         self._step: ScheduledStep | None = None  # kept after the fit: its plans can be read
         self._announced = 0
         self._batches, self._told = 0, False
@@ -232,7 +234,9 @@ class RematCallback(Callback):
                 category=RematWarning,
             )
             return None
-        step = TrainingStep(trainer, module, self.config, reserve=self.config.reserve, progress=progress)
+        step = TrainingStep(
+            trainer, module, self.config, reserve=self.config.reserve, progress=progress, at_hand=self.at_hand
+        )
         self._step = step.scheduled
         return step
 
@@ -332,6 +336,7 @@ class RematCallback(Callback):
 
     def _undo(self) -> None:
         self._stop_tracking()
+        self.at_hand = None
         if self.training_step is not None:
             self.training_step.remove()
             self.training_step = None

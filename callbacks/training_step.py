@@ -26,7 +26,7 @@ from lightning_remat.callbacks.distributed import (
 from lightning_remat.callbacks.optimizer_state import optimizer_state_bytes
 from lightning_remat.callbacks.own_state import OwnState
 from lightning_remat.measure import held_bytes
-from lightning_remat.planner import RematConfig, ScheduledStep, Surroundings
+from lightning_remat.planner import AtHand, RematConfig, ScheduledStep, Surroundings
 
 
 class TrainingStep:
@@ -38,7 +38,7 @@ class TrainingStep:
         config: how to plan; the same in all processes.
         reserve: bytes that something else will need on the device.
         progress: told in words what is being done.
-        leave_alone: see `ScheduledStep`.
+        leave_alone, at_hand: see `ScheduledStep`.
 
     Attributes:
         scheduled: what is captured, planned and run.
@@ -56,6 +56,7 @@ class TrainingStep:
         reserve: int = 0,
         progress: Callable[[str], None] | None = None,
         leave_alone: bool = True,
+        at_hand: AtHand | None = None,
     ) -> None:
         self.rehearsal = False
         self.guard: Callable[[Callable[[], Any]], Any] = _unguarded
@@ -74,6 +75,7 @@ class TrainingStep:
             several_backwards=not module.automatic_optimization,
             agreement=agreement(trainer),
             accumulates=lambda: self.guard is _unguarded and _adds_gradients_alone(trainer, module),
+            at_hand=at_hand,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -25,6 +26,19 @@ FIRST_SECONDS = 2.0
 """Time limit of the first plan, where a better one is searched for in the background."""
 
 
+@dataclasses.dataclass(frozen=True)
+class AtHand:
+    """Schedules that are known before a graph is planned, such as those of other batch sizes.
+
+    Attributes:
+        find: gives the best for a graph within a budget in bytes, verified; ``None`` where none fits.
+        suffices: where there is one, nothing is solved for. It is not kept for later runs then.
+    """
+
+    find: Callable[[ComputationGraph, int], Solution | None]
+    suffices: bool = False
+
+
 def make_plan(
     graph: ComputationGraph,
     config: RematConfig,
@@ -34,6 +48,7 @@ def make_plan(
     cost_seconds: float = 0.0,
     progress: Progress | None = None,
     cache: PlanCache | None = None,
+    at_hand: AtHand | None = None,
 ) -> Plan:
     """Choose a schedule for ``graph`` within ``config.budget``.
 
@@ -45,6 +60,7 @@ def make_plan(
         cost_seconds: time spent on measuring, for the plan's record.
         progress: told in words what is being done.
         cache: plans of earlier runs, read first and added to; ``None`` solves.
+        at_hand: schedules to begin with: nothing dearer is taken.
 
     Raises:
         InfeasibleBudgetError: when no schedule was found; it names the smallest budget for which one was.
@@ -80,26 +96,37 @@ def make_plan(
         file = cache.path(graph, budget_bytes, config)
         known = cache.load(file, graph)
     interrupted = False
+    beside: Solution | None = None
+    if at_hand is not None and budget.kind is not BudgetKind.MIN and baseline.peak_bytes > budget_bytes:
+        beside = at_hand.find(graph, budget_bytes)
+    sufficed = known is None and beside is not None and at_hand is not None and at_hand.suffices
     if known is not None:
         solution = known
     elif baseline.peak_bytes <= budget_bytes:
         graph = plain
         solution = solve(graph, budget_bytes, "no_remat")
+    elif sufficed and beside is not None:
+        solution = beside
     elif budget.kind is BudgetKind.MIN:
         say("solving")
         solution = solve(graph, budget_bytes, config.solver, config.time_limit, **config.solver_options)
         interrupted = INTERRUPTED in solution.notes
         solution = _cheaper(smallest(), solution)
     else:
-        say("solving")
+        say(f"solving, at most {config.time_limit:.0f} s")
         limits = [min(FIRST_SECONDS, config.time_limit)] if config.background else []
         for limit in (*limits, config.time_limit):
             solution = solve(graph, budget_bytes, config.solver, limit, **config.solver_options)
             interrupted = INTERRUPTED in solution.notes
             if solution.schedule is not None:
                 break
-        if solution.schedule is None and smallest().peak_bytes <= budget_bytes:
+        if solution.schedule is None and beside is None and smallest().peak_bytes <= budget_bytes:
             solution = smallest()
+    if beside is not None and beside.seconds < solution.seconds:
+        bound = (solution.lower_bound_seconds, solution.bound_scope)
+        if beside.lower_bound_seconds < bound[0] <= beside.seconds:
+            beside = dataclasses.replace(beside, lower_bound_seconds=bound[0], bound_scope=bound[1])
+        solution = beside
     if interrupted:
         log.warning("Planning was interrupted: the best plan so far is used. Interrupt again to end what runs.")
     if solution.schedule is None:
@@ -108,7 +135,7 @@ def make_plan(
         where = simulate(graph, least.schedule)
         raise InfeasibleBudgetError(budget_bytes, least.peak_bytes, where.peak_op, where.peak_module)
     whole = not config.background or budget.kind is BudgetKind.MIN or solution.status is Status.OPTIMAL
-    searched = whole and not interrupted
+    searched = whole and not interrupted and not sufficed
     if cache is not None and file is not None and known is None and searched:
         cache.store(file, solution, budget_bytes)
     return Plan(

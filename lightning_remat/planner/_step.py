@@ -33,7 +33,7 @@ from lightning_remat.planner._accumulate import Accumulator
 from lightning_remat.planner._agreement import Agreement
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._late import with_late_gradients
-from lightning_remat.planner._make import Progress, make_plan
+from lightning_remat.planner._make import AtHand, Progress, make_plan
 from lightning_remat.planner._moving import MovingBuffers
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._plan_cache import PlanCache, fingerprint
@@ -159,6 +159,7 @@ class ScheduledStep:
         agreement: with the other processes that train the same model; measures and plans each graph in one of them.
         accumulates: asked when a graph is captured: whether its backward may add gradients to those at hand itself. Nothing
             but ``Tensor.backward`` of what a call returns may follow it then.
+        at_hand: schedules that are known before anything is captured.
 
     Attributes:
         plans: one a captured graph and shape, in the order of capture.
@@ -182,6 +183,7 @@ class ScheduledStep:
         several_backwards: bool = False,
         agreement: Agreement | None = None,
         accumulates: Callable[[], bool] = bool,
+        at_hand: AtHand | None = None,
     ) -> None:
         self.function = function
         self.config = config
@@ -199,6 +201,7 @@ class ScheduledStep:
         self.several_backwards = several_backwards
         self.agreement = agreement
         self._accumulates = accumulates
+        self._at_hand = at_hand
         self._gave_up = False
         self._began = 0.0  # the present call, in seconds since the epoch
         self._shapes: Shapes = ()
@@ -755,7 +758,7 @@ class ScheduledStep:
         model = cost_model(
             self.config.cost_model,
             cache=self._cost_cache,
-            progress=lambda done, total: self._progress(f"measuring operation {done} of {total}"),
+            progress=functools.partial(self._measuring, started),
         )
         costs = self._agreed(
             lambda: f"costs {fingerprint(captured.graph)}",
@@ -765,6 +768,11 @@ class ScheduledStep:
         )
         graph = captured.graph.with_costs([c.seconds for c in costs], [c.workspace_bytes for c in costs])
         return dataclasses.replace(captured, graph=graph.replace(device=str(device))), time.monotonic() - started
+
+    def _measuring(self, started: float, done: int, total: int) -> None:
+        left = (time.monotonic() - started) / done * (total - done)
+        about = f", about {left:.0f} s left" if left >= 1 else ""
+        self._progress(f"measuring operation {done} of {total}{about}")
 
     def _made(
         self,
@@ -791,6 +799,7 @@ class ScheduledStep:
             "cost_seconds": cost_seconds,
             "progress": self._progress,
             "cache": self._plan_cache,
+            "at_hand": self._at_hand,
         }
 
         def make() -> Plan:
