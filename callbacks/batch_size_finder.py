@@ -372,7 +372,7 @@ class _Search:
         except InfeasibleBudgetError:
             log.info("a batch size of %d does not fit after all", size)
         except RuntimeError as error:
-            if not is_oom_error(error):
+            if not isinstance(error, torch.OutOfMemoryError) and not is_oom_error(error):
                 raise
             log.info("a batch size of %d ran out of memory", size)
         finally:  # what the attempt held is not referred to any more, also not by the traceback
