@@ -27,7 +27,6 @@ from lightning_remat.errors import ConfigError, GraphError, InfeasibleBudgetErro
 from lightning_remat.measure import held_bytes, track_peak
 from lightning_remat.planner import AtHand, BatchSizes, Plan, RematConfig, RematWarning
 from lightning_remat.report import format_bytes
-from lightning_remat.solvers import plain_batch_size
 
 log = logging.getLogger(__name__)
 
@@ -331,7 +330,7 @@ class _Search:
         first = self._capture(small)
         if isinstance(first, str):
             return first
-        plain = smallest_of_all(self.trainer, plain_batch_size(first.graph, small, self._budget()))
+        plain = smallest_of_all(self.trainer, BatchSizes.plain(small, first, self._budget()))
         why = ""
         for large in dict.fromkeys((min(at_most, max(2 * small, plain)), 2 * small)):
             second = self._capture(large)

@@ -21,6 +21,7 @@ from lightning_remat.solvers import (
     linear_in_batch,
     moved,
     one_extra_forward,
+    plain_batch_size,
 )
 
 SECONDS_A_SOLVE = 3.0
@@ -67,6 +68,11 @@ class BatchSizes:
         self._sequences: tuple[OpSequence, ...] = ()
         self._searched = False
         self._graph_of: Callable[[int], ComputationGraph] = _line(small, large)
+
+    @staticmethod
+    def plain(size: int, plan: Plan, budget_bytes: int) -> int:
+        """A batch size that fits without rematerialization, as far as the plan of one says: the largest, or less."""
+        return plain_batch_size(plan.graph, size, budget_bytes)
 
     def learn(self, size: int, plan: Plan) -> None:
         """Know the schedule of this batch size, and take the line through the smaller one and it, where it is the same step."""
