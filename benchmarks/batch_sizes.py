@@ -7,6 +7,11 @@ peak is within the limit, and one sample more is over it. The finder predicts, a
 eq. 10), and confirms with one step, whose peak is measured. The training that follows ends after three batches, and the
 seconds of three steps, forward and backward, are compared in turns on the same weights: eager's at its own largest batch,
 eager's at the batch that was found (which fits this machine, if not the limit), and the scheduled one.
+
+    python benchmarks/batch_sizes.py --search --network gpt2-124m --limit 2.5GiB
+
+The seconds of the search alone, beside those of one plan (capture, measuring and solving) at the batch size that was found.
+Each has a process and a cache of its own, so that nothing is known before.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import dataclasses
 import datetime
 import json
 import logging
+import os
 import statistics
 import subprocess
 import sys
@@ -46,7 +52,14 @@ NETWORKS = {"gpt2": 3.0, "unet": 3.0, "mobilenet-v1": 5.0, "mobilenet": 5.0}
 WARM_UP = 3
 """Batches that are trained on before steps are timed."""
 
+SEARCHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2-124m": ("gpt2", {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50257, "length": 64}),
+    **{name: (name, {}) for name in NETWORKS},
+}
+"""Networks that may be searched alone; the first is GPT-2 as published, with short sequences."""
+
 RESULTS = Path(__file__).resolve().parent / "results" / "batch-sizes-cpu.json"
+SEARCH_RESULTS = RESULTS.with_name("batch-size-search-cpu.json")
 
 
 @dataclasses.dataclass
@@ -97,6 +110,35 @@ class Found:
         return self.times >= self.aim and self.measured_bytes <= self.limit_bytes
 
 
+@dataclasses.dataclass
+class Searched:
+    """How long the search takes for one network.
+
+    Attributes:
+        name, description: of the network.
+        limit_bytes: everything counted.
+        before, without, batch_size: that the search began with, that fits as it is, and that was found.
+        overhead: predicted extra time of the confirming step.
+        search_seconds: of the whole search, real steps included.
+        plan_seconds: of one plan at ``batch_size``: capture with the first forward, measuring and solving.
+    """
+
+    name: str
+    description: str
+    limit_bytes: int
+    before: int
+    without: int
+    batch_size: int
+    overhead: float
+    search_seconds: float
+    plan_seconds: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Plans that could be made in the time of the search."""
+        return self.search_seconds / self.plan_seconds
+
+
 class Training(L.LightningModule):
     """A network with its loss inside, and samples that are repeated as often as needed."""
 
@@ -120,6 +162,15 @@ class Training(L.LightningModule):
 
 class TimedFinder(RematBatchSizeFinder):
     """Keeps the seconds that it took."""
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        started = time.perf_counter()
+        super().on_fit_start(trainer, pl_module)
+        self.seconds = time.perf_counter() - started
+
+
+class TimedPlan(RematCallback):
+    """Makes one plan, and keeps the seconds that it took."""
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         started = time.perf_counter()
@@ -159,12 +210,12 @@ class Turns(L.Callback):
         pl_module.zero_grad()
 
 
-def train(module: Training, callbacks: list[L.Callback]) -> None:
-    """Train until after the batch that `Turns` takes."""
+def train(module: Training, callbacks: list[L.Callback], steps: int = WARM_UP + 1) -> None:
+    """Train, by default until after the batch that `Turns` takes."""
     trainer = L.Trainer(
         accelerator="cpu",
         devices=1,
-        max_steps=WARM_UP + 1,
+        max_steps=steps,
         callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
@@ -245,6 +296,62 @@ def measure(name: str, limit: int, steps: int) -> Found:
     )
 
 
+def search(name: str, limit: int) -> Searched:
+    """Find the batch size of one network, and train nothing."""
+    network, changes = SEARCHED[name]
+    workload = networks.build(network, **changes)
+    finder = TimedFinder()
+    train(Training(workload, 4), [RematCallback(budget=limit, artifacts=False), finder], steps=0)
+    found = finder.found
+    assert found is not None, "nothing was found"
+    return Searched(
+        name,
+        workload.description,
+        limit,
+        found.before,
+        found.without,
+        found.batch_size,
+        found.plan.overhead,
+        finder.seconds,
+    )
+
+
+def plan_seconds(name: str, limit: int, batch_size: int) -> float:
+    """One plan, and nothing else."""
+    network, changes = SEARCHED[name]
+    callback = TimedPlan(budget=limit, artifacts=False, plan_only=True)
+    train(Training(networks.build(network, **changes), batch_size), [callback])
+    assert callback.plan is not None and callback.plan.rematerializes, "nothing was planned"
+    return callback.seconds
+
+
+def in_a_process(*arguments: str) -> Any:
+    """What a process of this script finds that knows nothing of earlier ones."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "found.json"
+        environment = {**os.environ, "LIGHTNING_REMAT_CACHE": str(Path(folder) / "cache")}
+        subprocess.run([sys.executable, __file__, "--worker", str(file), *arguments], check=True, env=environment)
+        return json.loads(file.read_text())
+
+
+def search_table(rows: Sequence[Searched]) -> Table:
+    """For people."""
+    shown = Table(title="The search for the largest batch beside one plan, from empty caches")
+    for title in ("network", "limit", "without", "found", "search", "one plan", "ratio"):
+        shown.add_column(title, justify="left" if title == "network" else "right")
+    for row in rows:
+        shown.add_row(
+            row.name,
+            format_bytes(row.limit_bytes),
+            str(row.without),
+            f"{row.batch_size} ({row.overhead:+.1%})",
+            f"{row.search_seconds:.0f} s",
+            f"{row.plan_seconds:.0f} s",
+            f"{row.ratio:.2f}",
+        )
+    return shown
+
+
 def table(rows: Sequence[Found]) -> Table:
     """For people."""
     shown = Table(title="The largest batch within a limit, at most at one extra forward")
@@ -281,39 +388,61 @@ def table(rows: Sequence[Found]) -> Table:
 def main() -> int:
     """Measure, print, and write JSON; returns 1 where something that is aimed at is not reached."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--network", action="append", choices=list(NETWORKS), help="may be repeated; default: all")
+    parser.add_argument("--network", action="append", choices=list(SEARCHED), help="may be repeated; default: all")
     parser.add_argument("--limit", default="1GiB", help="of memory, everything counted")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each kind")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--search", action="store_true", help="time the search, beside one plan")
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--plan-at", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    limit = parse_budget(options.limit)
-    if limit.kind is not BudgetKind.SIZE:
+    budget = parse_budget(options.limit)
+    if budget.kind is not BudgetKind.SIZE:
         parser.error("--limit: give a size, such as 1GiB")
+    if not options.search and set(options.network or ()) - set(NETWORKS):
+        parser.error(f"--network: without --search one of {', '.join(NETWORKS)}")
+    limit = int(budget.value or 0)
     if options.worker:
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
-        found = measure(options.network[0], int(limit.value or 0), options.steps)
-        options.worker.write_text(json.dumps(dataclasses.asdict(found)))
+        found: Any
+        if options.plan_at:
+            found = plan_seconds(options.network[0], limit, options.plan_at)
+        elif options.search:
+            found = dataclasses.asdict(search(options.network[0], limit))
+        else:
+            found = dataclasses.asdict(measure(options.network[0], limit, options.steps))
+        options.worker.write_text(json.dumps(found))
         return 0
-    rows = []
-    for name in options.network or NETWORKS:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "found.json"
-            command = [sys.executable, __file__, "--worker", str(file), "--network", name, "--limit", options.limit]
-            subprocess.run([*command, "--steps", str(options.steps)], check=True)
-            rows.append(Found(**json.loads(file.read_text())))
-        Console(width=None if sys.stdout.isatty() else 160).print(table(rows))
+    rows: list[Any] = []
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    for name in options.network or (["gpt2-124m"] if options.search else NETWORKS):
+        asked = ["--network", name, "--limit", options.limit]
+        if options.search:
+            row = Searched(**in_a_process(*asked, "--search"))
+            row.plan_seconds = in_a_process(*asked, "--search", "--plan-at", str(row.batch_size))
+            rows.append(row)
+            console.print(search_table(rows))
+        else:
+            rows.append(Found(**in_a_process(*asked, "--steps", str(options.steps))))
+            console.print(table(rows))
     data = {
-        "format": "lightning_remat.batch_sizes",
+        "format": "lightning_remat.batch_size_search" if options.search else "lightning_remat.batch_sizes",
         "version": 1,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "torch": torch.__version__,
+        "device": "cpu",
         "threads": torch.get_num_threads(),
-        "rows": [{**dataclasses.asdict(row), "times": row.times, "holds": row.holds} for row in rows],
+        "rows": [
+            {**dataclasses.asdict(row), "ratio": row.ratio}
+            if options.search
+            else {**dataclasses.asdict(row), "times": row.times, "holds": row.holds}
+            for row in rows
+        ],
     }
+    options.out = options.out or (SEARCH_RESULTS if options.search else RESULTS)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    return 0 if all(row.holds for row in rows) else 1
+    return 0 if options.search or all(row.holds for row in rows) else 1
 
 
 if __name__ == "__main__":

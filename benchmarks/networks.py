@@ -41,7 +41,7 @@ def networks() -> tuple[str, ...]:
     return tuple(_FACTORIES)
 
 
-def build(name: str, size: str = "cpu", device: torch.device | str = "cpu", seed: int = 0) -> Workload:
+def build(name: str, size: str = "cpu", device: torch.device | str = "cpu", seed: int = 0, **changes: Any) -> Workload:
     """Make a network in training mode, and a batch for it.
 
     Args:
@@ -49,6 +49,7 @@ def build(name: str, size: str = "cpu", device: torch.device | str = "cpu", seed
         size: one of `SIZES`; ``"gpu"`` is in bfloat16, the others in float32.
         device: where to put both.
         seed: of weights and batch. The global random state is left as it was.
+        **changes: of what the size says, such as ``length=64``.
     """
     if name not in _FACTORIES:
         raise ValueError(f"no network {name!r}: choose one of {', '.join(_FACTORIES)}")
@@ -57,7 +58,7 @@ def build(name: str, size: str = "cpu", device: torch.device | str = "cpu", seed
     factory, sizes = _FACTORIES[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        description, module, batch, block_types = factory(**sizes[size])
+        description, module, batch, block_types = factory(**{**sizes[size], **changes})
     dtype = torch.bfloat16 if size == "gpu" else torch.float32
     module = module.to(device, dtype).train()
     return Workload(

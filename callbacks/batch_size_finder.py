@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
@@ -25,13 +25,18 @@ from lightning_remat.callbacks.training_data import TrainingData
 from lightning_remat.callbacks.training_step import TrainingStep
 from lightning_remat.errors import ConfigError, GraphError, InfeasibleBudgetError
 from lightning_remat.measure import held_bytes, track_peak
-from lightning_remat.planner import BatchSizes, Plan, RematConfig, RematWarning
+from lightning_remat.planner import AtHand, BatchSizes, Plan, RematConfig, RematWarning
 from lightning_remat.report import format_bytes
 
 log = logging.getLogger(__name__)
 
+_T = TypeVar("_T")
+
 SMALLER = (0.98, 0.94, 0.85, 0.7)
 """By real step, if it did not confirm: the largest batch size that is tried next, as a share of that one."""
+
+ENLARGED = 1
+"""How often a larger batch size is tried when one is confirmed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,10 +76,12 @@ class FoundBatchSize:
 class RematBatchSizeFinder(Callback):
     """Trains with the largest batch size whose best plan fits the budget of `RematCallback`, at a bounded overhead.
 
-    The training step is captured at two small batch sizes; every byte and second of it is taken to grow on the line through
-    the two, and schedules are solved at one batch size after another. One real step, forward and backward, confirms what was
-    found; what it needs says where to go from there, if it is over the budget or if a larger one fits as well. Nothing runs
-    out of memory on the way, and parameters, buffers, random numbers, metrics and logs are as if there had been no search.
+    The training step is captured at a small batch size and at one that about fits as it is; every byte and second of it is
+    taken to grow on the line through the two. A schedule of one batch size is one of all others, so few are solved for. One
+    real step, forward and backward, confirms what was found, with a schedule that the search has met; what it needs says where
+    to go from there, if it is over the budget or if a larger one fits as well. A step that runs out of memory all the same is
+    survived, and a smaller one is tried. Parameters, buffers, random numbers, metrics and logs are as if there had been no
+    search. The training begins with the schedules that the search has met, and looks for cheaper ones as it always does.
 
     Args:
         max_overhead: the most extra time of a step, as a share of the step without rematerialization; ``None`` for one
@@ -241,27 +248,28 @@ class _Search:
             return None
         budget = self._budget()
         without = smallest_of_all(trainer, sizes.largest_plain(budget, at_most))
-        size, confirmed, peak_bytes = 0, None, 0
-        for smaller in SMALLER:
+        size, confirmed, peak_bytes, successes = 0, None, 0, 0
+        for number, smaller in enumerate(SMALLER, start=1):
             self.progress("looking for the largest batch size")
             tried = self._usable(smallest_of_all(trainer, sizes.largest(budget, at_most)), effective)
             if confirmed is not None and not sizes.tells_apart(size, tried):
                 break
             if tried < 1:
                 raise sizes.refusal(budget)
-            self.progress(f"confirming a batch size of {tried}")
-            plan, measured = self._confirm(tried)
-            fits = plan is not None and measured <= budget and sizes.allows(plan)
+            doing = f"confirming a batch size of {tried}, try {number} of at most {len(SMALLER)}"
+            plan, measured = self._confirm(tried, sizes, doing)
+            fits = plan is not None and measured is not None and measured <= budget and sizes.allows(plan)
             if trainer.strategy.reduce_boolean_decision(fits, all=True):
-                size, confirmed, peak_bytes = tried, plan, measured
+                size, confirmed, peak_bytes = tried, plan, measured or 0
+                successes += 1
             elif tried == 1:
                 raise sizes.refusal(budget)
             else:
                 at_most = max(1, int(tried * smaller))
-            if at_most <= size:
-                break
-            if plan is not None:  # what it needs says more about sizes near it than two small ones did
+            if plan is not None:  # what it needs says more about sizes near it than two other ones did
                 sizes.learn(tried, plan)
+            if at_most <= size or successes > ENLARGED:
+                break
         if confirmed is None:
             rank_zero_warn(
                 f"no batch size was confirmed in {len(SMALLER)} real steps: it stays at {data.before}",
@@ -270,6 +278,7 @@ class _Search:
             return None
         if finder.keep_effective_batch_size:
             trainer.accumulate_grad_batches = effective // size
+        self.remat.at_hand = AtHand(sizes.at_hand)
         return FoundBatchSize(
             batch_size=size,
             without=without,
@@ -301,11 +310,11 @@ class _Search:
         # A batch of one often has other ops: what is broadcast is not the same there.
         small = max(2, min(self.data.before, at_most) // 2)
         why = f"a batch size of at most {at_most} leaves nothing to predict from"
-        for sizes in ((small, 2 * small), (2 * small, 4 * small), (1, 2)):
-            if sizes[1] <= at_most:
-                found = self._from(*sizes)
+        for size in (small, 2 * small, 1):
+            if 2 * size <= at_most:
+                found = self._from(size, at_most)
                 if isinstance(found, BatchSizes):
-                    return self._closer(found, 2 * small, at_most)
+                    return found
                 why = found
         rank_zero_warn(
             f"the batch size stays at {self.data.before}: a larger one cannot be predicted ({why})",
@@ -313,46 +322,79 @@ class _Search:
         )
         return None
 
-    def _closer(self, sizes: BatchSizes, known: int, at_most: int) -> BatchSizes:
-        """Predictions from larger batches, which still fit as they are: the times of very small ones say little."""
-        plain = smallest_of_all(self.trainer, sizes.largest_plain(self._budget(), at_most))
-        if plain < 4 * known:
-            return sizes
-        found = self._from(plain // 2, plain)
-        return found if isinstance(found, BatchSizes) else sizes
+    def _from(self, small: int, at_most: int) -> BatchSizes | str:
+        """Predictions from a small batch and one that fits as it is, or why there are none.
 
-    def _from(self, small: int, large: int) -> BatchSizes | str:
-        """Predictions from two batch sizes, or why there are none."""
-        found: list[tuple[int, Plan]] = []
-        for size in (small, large):
-            self.progress(f"capturing a batch size of {size}")
-            plans, failures = self._capture(size)
-            if len(plans) != 1 or failures:
-                return failures[0] if failures else f"the step is captured as {len(plans)} graphs"
-            found.append((size, plans[0]))
-        try:
-            return BatchSizes(found[0], found[1], self.remat.config, self.finder.max_overhead)
-        except GraphError as error:
-            return str(error)
+        The larger that one is, the better: the times of very small ones say little.
+        """
+        first = self._capture(small)
+        if isinstance(first, str):
+            return first
+        plain = smallest_of_all(self.trainer, BatchSizes.plain(small, first, self._budget()))
+        why = ""
+        for large in dict.fromkeys((min(at_most, max(2 * small, plain)), 2 * small)):
+            second = self._capture(large)
+            if isinstance(second, str):
+                why = second
+                continue
+            try:
+                return BatchSizes(
+                    (small, first), (large, second), self.remat.config, self.finder.max_overhead, self.progress
+                )
+            except GraphError as error:
+                why = str(error)
+        return why
 
-    def _capture(self, size: int) -> tuple[Sequence[Plan], Sequence[str]]:
+    def _capture(self, size: int) -> Plan | str:
+        """The step without rematerialization, or why it cannot be predicted from; in all processes either of these."""
         plain = dataclasses.replace(
             self.remat.config, budget=1.0, solver="no_remat", solver_options={}, background=False
         )
-        step = self._step(plain)
-        self._forward(step, self.data.batch(size))
-        return step.scheduled.plans, step.scheduled.failures
+        say = self._within(f"predicting from a batch size of {size}")
+
+        def capture() -> Plan | str:
+            step = self._step(plain, say)
+            self._forward(step, self.data.batch(size))
+            plans, failures = step.scheduled.plans, step.scheduled.failures
+            if len(plans) != 1 or failures:
+                return failures[0] if failures else f"the step is captured as {len(plans)} graphs"
+            return plans[0]
+
+        found = self._surviving(size, capture) or f"a batch size of {size} runs out of memory"
+        everywhere = self.trainer.strategy.reduce_boolean_decision(not isinstance(found, str), all=True)
+        return found if everywhere or isinstance(found, str) else "it fails in another process"
+
+    def _surviving(self, size: int, attempt: Callable[[], _T]) -> _T | None:
+        """What is found with a batch size, or ``None`` where that does not fit; nothing of it stays on the device."""
+        try:
+            return attempt()
+        except InfeasibleBudgetError:
+            log.info("a batch size of %d does not fit after all", size)
+        except RuntimeError as error:
+            if not isinstance(error, torch.OutOfMemoryError) and not is_oom_error(error):
+                raise
+            log.info("a batch size of %d ran out of memory", size)
+        finally:  # what the attempt held is not referred to any more, also not by the traceback
+            self.module.zero_grad()
+            garbage_collection_cuda()
+        return None
+
+    def _within(self, doing: str) -> Callable[[str], None]:
+        """Progress in words about a part of what is being done."""
+        self.progress(doing)
+        return lambda words: self.progress(f"{doing}: {words}")
 
     # -- real steps ---------------------------------------------------------------------------------------------------
 
-    def _step(self, config: RematConfig) -> TrainingStep:
+    def _step(self, config: RematConfig, say: Callable[[str], None], at_hand: AtHand | None = None) -> TrainingStep:
         return TrainingStep(
             self.trainer,
             self.module,
             config,
             reserve=self.remat.config.reserve,
-            progress=self.progress,
+            progress=say,
             leave_alone=False,
+            at_hand=at_hand,
         )
 
     def _forward(self, step: TrainingStep, batch: Any) -> torch.Tensor:
@@ -368,30 +410,38 @@ class _Search:
                 self.module.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
 
-    def _confirm(self, size: int) -> tuple[Plan | None, int]:
-        """Plan a batch size, and run the planned step: its plan and measured peak, or ``None`` where it does not fit."""
-        step = self._step(dataclasses.replace(self.remat.config, background=False))
-        plan, measured = None, 0
-        try:
+    def _confirm(self, size: int, sizes: BatchSizes, doing: str) -> tuple[Plan | None, int | None]:
+        """Plan a batch size, and run the planned step: its plan, and its measured peak where it ran.
+
+        A schedule that the search has met is taken where it fits; otherwise one is solved for.
+        """
+        say = self._within(doing)
+        plan: Plan | None = None
+
+        def confirm() -> int | None:
+            nonlocal plan
+            config = dataclasses.replace(self.remat.config, background=False)
+            step = self._step(config, say, AtHand(sizes.allowed, suffices=True))
             batch = self.data.batch(size)
             known = -1
             while len(step.scheduled.plans) > known and not step.scheduled.failures:
                 known = len(step.scheduled.plans)  # a step that counts itself is captured a second time
-                self._run(step, batch)
+                self._forward(step, batch)
+            plan = step.scheduled.last_plan
+            for parameter in self.module.parameters():
+                if parameter.requires_grad and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)  # those of the step before
             # There is no optimizer state yet. (No step of it is taken: parameters stay as they are.)
             optimizers, device = self.trainer.optimizers, self.trainer.strategy.root_device
             missing = optimizer_state_bytes(optimizers, device) - held_bytes(*optimizers, device=device)
             held = held_on_device(self.trainer, self.module, batch) + missing
-            with track_peak(self.trainer.strategy.root_device) as peak:
+            say("running the step")
+            with track_peak(device) as peak:
                 self._run(step, batch)
-            if not step.scheduled.failures and peak.peak_bytes is not None:
-                plan, measured = step.scheduled.last_plan, held + peak.peak_bytes
-        except InfeasibleBudgetError:
-            log.info("a batch size of %d does not fit after all", size)
-        except RuntimeError as error:
-            if not is_oom_error(error):
-                raise
-            log.info("a batch size of %d ran out of memory", size)
-        self.module.zero_grad()
-        garbage_collection_cuda()
+            plan = step.scheduled.last_plan
+            if step.scheduled.failures or peak.peak_bytes is None:
+                return None
+            return held + peak.peak_bytes
+
+        measured = self._surviving(size, confirm)
         return plan, measured

@@ -3,51 +3,61 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 
 from rich.console import Console
 from rich.errors import LiveError
 from rich.status import Status
+from rich.text import Text
 
 log = logging.getLogger("lightning_remat")
+
+EVERY = 5.0
+"""Seconds after which the same kind of work is a log line again."""
 
 
 class PlanningProgress:
     """A callable that takes words; ``stop`` clears the live line.
 
-    On a terminal the words stand in a line that is drawn over. Elsewhere, and where another live display has the terminal
-    (a rich progress bar), each new kind of work is one log line.
+    On a terminal the words stand in a line that is drawn over, with the seconds since the first of them; these run on while
+    nothing is said. Elsewhere, and where another live display has the terminal (a rich progress bar), each new kind of work is
+    one log line, and one more every few seconds that it goes on.
     """
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True)
         self._status: Status | None = None
         self._plain = not self._console.is_terminal
-        self._last = ""
-        self._started = 0.0
+        self._words, self._kind = "", ""
+        self._started, self._logged = 0.0, 0.0
 
     def __call__(self, words: str) -> None:
         """Say what is being done."""
-        if not self._started:
-            self._started = time.monotonic()
+        now = time.monotonic()
+        self._started = self._started or now
+        self._words = words
         if not self._plain and self._status is None:
-            status = self._console.status("")
+            status = self._console.status(self)
             try:
                 status.start()
                 self._status = status
             except LiveError:
                 self._plain = True
         if self._status is not None:
-            self._status.update(f"rematerialization: {words} ({time.monotonic() - self._started:.0f} s)")
+            self._status.update(self)
             return
-        kind = words.rstrip("0123456789 of").strip()
-        if kind != self._last:
+        kind = re.sub(r"(, about)?[0-9 ]+(s left)?", "", words)
+        if kind != self._kind or now - self._logged >= EVERY:
             log.info("rematerialization: %s", words)
-            self._last = kind
+            self._kind, self._logged = kind, now
+
+    def __rich__(self) -> Text:
+        return Text(f"rematerialization: {self._words} ({time.monotonic() - self._started:.0f} s)")
 
     def stop(self) -> None:
         """Clear the line; the next words start anew."""
         if self._status is not None:
             self._status.stop()
             self._status = None
-        self._last, self._started = "", 0.0
+        self._kind, self._started = "", 0.0

@@ -36,7 +36,7 @@ from lightning_remat.callbacks.training_step import TrainingStep
 from lightning_remat.errors import ConfigError
 from lightning_remat.exactness import CheckReport
 from lightning_remat.measure import PeakMemory, track_peak
-from lightning_remat.planner import Plan, RematWarning, ScheduledStep
+from lightning_remat.planner import AtHand, Plan, RematWarning, ScheduledStep
 
 DDP_SETTLES = 2
 """Steps after which DDP has made its buckets anew, in the order in which gradients come: not steps like the others."""
@@ -84,6 +84,7 @@ class RematCallback(Callback):
         measured_peak_bytes: the largest measured peak of a step under ``plan``, everything counted; ``None`` if unmeasured.
         check_report: what the check of this fit has found; ``None`` without one.
         training_step: what the strategy runs during a fit; ``None`` before and after, and where nothing can be scheduled.
+        at_hand: schedules that `RematBatchSizeFinder` met in this fit; no plan that they fit is dearer.
 
     Raises:
         ConfigError: for an option that cannot be used, or (in ``setup``) for a strategy or a compiled module that is not
@@ -135,6 +136,7 @@ class RematCallback(Callback):
         self.measured_peak_bytes: int | None = None
         self.check_report: CheckReport | None = None
         self.training_step: TrainingStep | None = None
+        self.at_hand: AtHand | None = None
         self._step: ScheduledStep | None = None  # kept after the fit: its plans can be read
         self._announced = 0
         self._batches, self._told = 0, False
@@ -253,7 +255,9 @@ class RematCallback(Callback):
                 category=RematWarning,
             )
             return None
-        step = TrainingStep(trainer, module, self.config, reserve=self.config.reserve, progress=progress)
+        step = TrainingStep(
+            trainer, module, self.config, reserve=self.config.reserve, progress=progress, at_hand=self.at_hand
+        )
         self._step = step.scheduled
         if self.config.check:
             step.first = functools.partial(self._check, trainer, module, step, progress)
@@ -374,6 +378,7 @@ class RematCallback(Callback):
 
     def _undo(self) -> None:
         self._stop_tracking()
+        self.at_hand = None
         if self.training_step is not None:
             self.training_step.remove()
             self.training_step = None

@@ -27,7 +27,7 @@ from lightning_remat.callbacks.distributed import (
 from lightning_remat.callbacks.optimizer_state import optimizer_state_bytes
 from lightning_remat.callbacks.own_state import OwnState
 from lightning_remat.measure import held_bytes
-from lightning_remat.planner import RematConfig, ScheduledStep, Surroundings
+from lightning_remat.planner import AtHand, RematConfig, ScheduledStep, Surroundings
 
 
 class TrainingStep:
@@ -39,7 +39,7 @@ class TrainingStep:
         config: how to plan; the same in all processes.
         reserve: bytes that something else will need on the device.
         progress: told in words what is being done.
-        leave_alone: see `ScheduledStep`.
+        leave_alone, at_hand: see `ScheduledStep`.
         alone: plan in this process only, with ``config`` as it is.
 
     Attributes:
@@ -60,6 +60,7 @@ class TrainingStep:
         progress: Callable[[str], None] | None = None,
         leave_alone: bool = True,
         alone: bool = False,
+        at_hand: AtHand | None = None,
     ) -> None:
         self.rehearsal, self._logs = False, True
         self.first: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
@@ -80,6 +81,7 @@ class TrainingStep:
             agreement=None if alone else agreement(trainer),
             reserved=parse_budget(config.budget).kind is BudgetKind.AUTO,  # also where all processes agreed on a size
             accumulates=lambda: self.guard is _unguarded and _adds_gradients_alone(trainer, module),
+            at_hand=at_hand,
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

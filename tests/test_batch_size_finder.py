@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +15,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_remat import InfeasibleBudgetError
-from lightning_remat.callbacks import RematBatchSizeFinder, RematCallback
+from lightning_remat.callbacks import RematBatchSizeFinder, RematCallback, batch_size_finder
+from lightning_remat.callbacks.training_data import TrainingData
 from lightning_remat.cost import _profile
 from lightning_remat.errors import ConfigError
-from lightning_remat.planner import BatchSizes, RematWarning
+from lightning_remat.planner import BatchSizes, RematWarning, _make, _step
+from lightning_remat.planner._batch_size import SOLVES
+from lightning_remat.solvers import _largest_batch
+from tests.helpers.failing import failing
 from tests.helpers.training import Classifier, assert_same, loader, trainer
 from tests.helpers.training import callback as unit_callback
 
@@ -177,6 +184,102 @@ def test_a_wrong_first_prediction_is_corrected(wrong, monkeypatch, equal_seconds
     assert finder.found.batch_size > asked[0] if wrong < 1 else finder.found.batch_size < asked[0]
     assert finder.found.batch_size == pytest.approx(right.found.batch_size, rel=0.1)
     assert finder.found.measured_peak_bytes <= BUDGET
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """What the finder does that takes long."""
+    calls: Counter[str] = Counter()
+
+    def count(owner: Any, name: str, what: str) -> None:
+        original = getattr(owner, name)
+
+        def counting(*args: Any, **options: Any) -> Any:
+            calls[what] += 1
+            return original(*args, **options)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    count(batch_size_finder._Search, "_capture", "captures")
+    count(batch_size_finder._Search, "_confirm", "real steps")
+    count(_step.ScheduledStep, "_measured", "measurements")
+    count(_largest_batch, "solve", "solves of the search")
+    count(_make, "find_smallest", "plans")
+    count(_make, "solve", "plans")
+    return calls
+
+
+def test_few_captures_and_solves(equal_seconds, counted):
+    """At most four plans' time: as many measurements, and solves of three seconds instead of plans."""
+    finder, remat = RematBatchSizeFinder(), callback(time_limit=0.3)
+    trained = Sized()
+    counts: list[Counter[str]] = []
+
+    class Seen(pl.Callback):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            counts.append(counted.copy())
+
+    trainer(remat, finder, Seen(), limit_train_batches=1).fit(trained)
+    (found,) = counts
+    assert finder.optimal_batch_size > 1.5 * finder.found.without
+    assert found["captures"] == 2
+    assert 1 <= found["real steps"] <= 2
+    # A step that counts itself is captured a second time, with the costs at hand.
+    assert found["measurements"] <= found["captures"] + 2 * found["real steps"]
+    assert found["solves of the search"] <= sum(SOLVES)
+    assert found["plans"] == 2  # of what is predicted from, without rematerialization
+    assert finder.found.plan.solver == "moved"
+    assert remat.plan.predicted_seconds <= finder.found.plan.predicted_seconds * (1 + 1e-9)
+
+
+def test_a_captured_batch_that_runs_out_of_memory_is_survived(equal_seconds, counted, monkeypatch):
+    """The larger of the two that are predicted from: a smaller one takes its place."""
+    sizes: list[int] = []
+    batch = TrainingData.batch
+    monkeypatch.setattr(TrainingData, "batch", lambda self, size: (sizes.append(size), batch(self, size))[1])
+    finder = RematBatchSizeFinder(max_val=100)
+    with failing("forward", after=1):
+        run(Sized(), finder, callback(time_limit=0.3), limit_train_batches=1)
+    assert sizes[:3] == [8, 100, 16] or sizes[0] == 8 < sizes[2] == 16 < sizes[1]
+    assert counted["captures"] == 3
+    assert finder.optimal_batch_size > 16
+
+
+def test_nothing_of_a_step_that_ran_out_of_memory_is_held(equal_seconds, monkeypatch):
+    """When the next size is tried, the batch of the last is gone, and so is all that its step has saved."""
+    given: list[tuple[int, weakref.ref[torch.Tensor]]] = []
+    alive: list[list[int]] = []
+    batch = TrainingData.batch
+
+    def watched(self: TrainingData, size: int) -> Any:
+        alive.append([number for number, ref in given if ref() is not None])
+        made = batch(self, size)
+        given.append((size, weakref.ref(made[0])))
+        return made
+
+    monkeypatch.setattr(TrainingData, "batch", watched)
+    finder = RematBatchSizeFinder(max_val=300)
+    with failing("backward", after=0, times=2):  # the first backward is that of a confirming step
+        run(Sized(), finder, callback(time_limit=0.3), limit_train_batches=1)
+    tried = [size for size, _ in given]
+    assert tried[2] > tried[3] > tried[4] == finder.optimal_batch_size
+    assert alive == [[]] * len(tried)
+
+
+def test_progress_says_what_is_tried(monkeypatch, equal_seconds):
+    words: list[str] = []
+    monkeypatch.setattr(batch_size_finder.PlanningProgress, "__call__", lambda _, text: words.append(text))
+    finder = RematBatchSizeFinder(max_overhead=0.25)
+    run(Sized(), finder, callback(time_limit=0.3), limit_train_batches=1)
+    said = "\n".join(words)
+    for expected in (
+        r"^predicting from a batch size of 8: capturing$",
+        r"^predicting from a batch size of \d{2,}: measuring operation 1 of \d+",
+        r"^between a batch size of \d+ and \d+$",
+        r"^confirming a batch size of \d+, try 1 of at most 4: capturing$",
+        r"^confirming a batch size of \d+, try 1 of at most 4: running the step$",
+    ):
+        assert re.search(expected, said, re.MULTILINE), expected
 
 
 def test_the_run_is_that_of_the_same_batch_size_without_the_finder():

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from rich.console import Console
 from torch import nn
 
 from lightning_remat.callbacks import RematCallback
+from lightning_remat.callbacks import progress as progress_module
 from lightning_remat.callbacks.dashboard import measured_metrics, plan_metrics
 from lightning_remat.callbacks.progress import PlanningProgress
 from lightning_remat.planner import Plan, RematWarning
@@ -246,3 +250,28 @@ def test_progress_without_a_terminal_is_one_log_line_for_each_kind_of_work(caplo
         "rematerialization: measuring operation 1 of 9",
         "rematerialization: solving",
     ]
+
+
+def test_progress_without_a_terminal_is_said_again_when_it_goes_on(caplog, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    progress = PlanningProgress()
+    with caplog.at_level("INFO", "lightning_remat"):
+        for done in range(1, 9):
+            progress(f"measuring operation {done} of 9, about {9 - done} s left")
+            now[0] += 2.0
+    assert [record.getMessage()[19:] for record in caplog.records] == [
+        "measuring operation 1 of 9, about 8 s left",
+        "measuring operation 4 of 9, about 5 s left",
+        "measuring operation 7 of 9, about 2 s left",
+    ]
+
+
+def test_the_seconds_of_a_live_line_run_on_by_themselves(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    progress = PlanningProgress(Console(file=io.StringIO(), force_terminal=True))
+    progress("solving")
+    now[0] += 3.0
+    assert progress.__rich__().plain == "rematerialization: solving (3 s)"
+    progress.stop()

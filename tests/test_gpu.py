@@ -8,16 +8,18 @@ import gc
 import random
 from collections.abc import Callable, Iterator
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_remat import InfeasibleBudgetError, check, rematerialize
 from lightning_remat.allocator import AllocatorSettings, Arrangement, CachingAllocator, Footprint
 from lightning_remat.budget import device_bytes, device_total_bytes
-from lightning_remat.callbacks import RematCallback
+from lightning_remat.callbacks import RematBatchSizeFinder, RematCallback
 from lightning_remat.capture._ops import cudnn_batch_norm
 from lightning_remat.capture._torch import allocator_settings
 from lightning_remat.exactness._bits import digest, sum_of_words
@@ -506,3 +508,45 @@ def test_digests_and_the_ops_of_a_backward() -> None:
     record.end([])
     backward = {(call.op, call.module) for call in record.read()[0] if call.backward}
     assert ("aten.tanh_backward.default", "1") in backward and ("aten.mm.default", "0") in backward
+
+
+def test_the_finders_step_fits_the_device() -> None:
+    """Within "auto" on a part of the device: by prediction, and so by the allocator's peak of the confirming step."""
+    samples = torch.randint(0, 1000, (4096, 128))
+
+    class Training(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.batch_size = SmallGPT2(), 8
+
+        def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+            loss: torch.Tensor = self.net(batch[0])
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+        def train_dataloader(self) -> DataLoader[tuple[torch.Tensor, ...]]:
+            return DataLoader(TensorDataset(samples), self.batch_size)
+
+    finder, remat = RematBatchSizeFinder(), RematCallback(artifacts=False)
+    share = 2**30 / torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(share)
+    try:
+        trainer = pl.Trainer(
+            accelerator="cuda",
+            devices=1,
+            max_steps=2,
+            callbacks=[remat, finder],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Training())
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    found = finder.found
+    assert found is not None and found.batch_size > found.without > 8
+    assert found.measured_peak_bytes <= found.plan.budget_bytes
+    assert remat.plan is not None and remat.plan.predicted_seconds <= found.plan.predicted_seconds * 1.03

@@ -3,13 +3,14 @@
 from lightning_remat.planner._agreement import Agreement
 from lightning_remat.planner._batch_size import BatchSizes
 from lightning_remat.planner._config import RematConfig
-from lightning_remat.planner._make import make_plan
+from lightning_remat.planner._make import AtHand, make_plan
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._step import RematWarning, ScheduledStep
 from lightning_remat.planner._surroundings import Surroundings
 
 __all__ = [
     "Agreement",
+    "AtHand",
     "BatchSizes",
     "Plan",
     "RematConfig",

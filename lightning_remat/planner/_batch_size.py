@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
 
 from lightning_remat.errors import BudgetError, GraphError, InfeasibleBudgetError, RematError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._config import RematConfig
+from lightning_remat.planner._make import Progress
 from lightning_remat.planner._plan import Plan
 from lightning_remat.report import format_bytes
 from lightning_remat.schedule import simulate
-from lightning_remat.solvers import Problem, find_smallest, linear_in_batch, one_extra_forward, solve
+from lightning_remat.solvers import (
+    OpSequence,
+    Problem,
+    Solution,
+    find_smallest,
+    largest_batch_size,
+    linear_in_batch,
+    moved,
+    one_extra_forward,
+    plain_batch_size,
+)
 
-SECONDS_A_TRIAL = 1.5
+SECONDS_A_SOLVE = 3.0
 """Time limit of one solve of the search; the schedule that trains gets all of its own."""
+
+SOLVES = (3, 1)
+"""Solves of a search, at most: of the first, and of each that comes after a real step."""
+
+OTHER_SOLVES = (8, 3)
+"""The same for another method than "auto", before which there are no quick searches."""
 
 PRECISION = 0.03
 """The search stops when the answer is known to within this share, and a confirming step may be over the cap by it."""
@@ -30,21 +47,38 @@ class BatchSizes:
         config: solver, its options, and time limit.
         max_overhead: the most extra time, as a share of the step without rematerialization; ``None`` for one extra forward
             (Jain et al. 2020, eq. 10).
+        progress: told in words what is being done.
 
     Raises:
         GraphError: where the two are not the same ops on the same tensors.
     """
 
     def __init__(
-        self, small: tuple[int, Plan], large: tuple[int, Plan], config: RematConfig, max_overhead: float | None = None
+        self,
+        small: tuple[int, Plan],
+        large: tuple[int, Plan],
+        config: RematConfig,
+        max_overhead: float | None = None,
+        progress: Progress | None = None,
     ) -> None:
         self._small = small
         self._config = config
         self._max_overhead = max_overhead
+        self._progress = progress or (lambda _text: None)
+        self._sequences: tuple[OpSequence, ...] = ()
+        self._searched = False
         self._graph_of: Callable[[int], ComputationGraph] = _line(small, large)
 
+    @staticmethod
+    def plain(size: int, plan: Plan, budget_bytes: int) -> int:
+        """A batch size that fits without rematerialization, as far as the plan of one says: the largest, or less."""
+        return plain_batch_size(plan.graph, size, budget_bytes)
+
     def learn(self, size: int, plan: Plan) -> None:
-        """Take the line through the smaller batch size and this one from now on, where it is the same step."""
+        """Know the schedule of this batch size, and take the line through the smaller one and it, where it is the same step."""
+        sequence = OpSequence.of_solution(plan.graph, plan.solution())
+        if sequence is not None and sequence not in self._sequences:
+            self._sequences = (*self._sequences, sequence)
         if size == self._small[0]:
             return
         try:
@@ -54,30 +88,33 @@ class BatchSizes:
 
     def largest(self, budget_bytes: int, at_most: int) -> int:
         """The largest batch size for which a schedule is found within the budget and the overhead; 0 for none."""
-        config, limit = self._config, min(SECONDS_A_TRIAL, self._config.time_limit)
-        low, high = 0, at_most + 1
-        middle = min(at_most, max(1, 2 * self.largest_plain(budget_bytes, at_most)))
-        while high - low > 1 + PRECISION * low:
-            graph = self._graph_of(middle)
-            if self._fits(graph, budget_bytes, self._cap(graph), config, limit):
-                low = middle
-                middle = (low + high) // 2 if high <= at_most else min(2 * low, at_most)
-            else:
-                high = middle
-                middle = (low + high) // 2
-        return low
+        config = self._config
+        solves = SOLVES if config.solver == "auto" else OTHER_SOLVES
+        found = largest_batch_size(
+            self._graph_of,
+            budget_bytes,
+            method=config.solver,
+            cap=self._cap,
+            at_most=at_most,
+            precision=PRECISION,
+            solves=solves[self._searched],
+            time_limit=min(SECONDS_A_SOLVE, config.time_limit),
+            known=self._sequences,
+            progress=self._progress,
+            **config.solver_options,
+        )
+        self._searched = True
+        self._sequences = found.sequences
+        return found.batch_size
 
-    @staticmethod
-    def _fits(graph: ComputationGraph, budget: int, cap: float, config: RematConfig, limit: float) -> bool:
-        """Whether a schedule within the budget and the cap is found; a bound often says at once that there is none."""
-        first: list[tuple[str, dict[str, Any]]] = [("crossing", {})] if config.solver == "auto" else []
-        for method, options in (*first, (config.solver, config.solver_options)):
-            found = solve(graph, budget, method, limit, **options)
-            if found.schedule is not None and found.seconds <= cap * (1 + 1e-9):
-                return True
-            if found.lower_bound_seconds > cap * (1 + 1e-9):
-                return False
-        return False
+    def at_hand(self, graph: ComputationGraph, budget_bytes: int) -> Solution | None:
+        """The cheapest of the schedules that the searches met which fits a graph, at whatever overhead."""
+        return moved(self._sequences, graph, budget_bytes)
+
+    def allowed(self, graph: ComputationGraph, budget_bytes: int) -> Solution | None:
+        """The same, where its overhead is within the bound."""
+        found = self.at_hand(graph, budget_bytes)
+        return found if found is not None and self._is_allowed(found.seconds, graph) else None
 
     @staticmethod
     def tells_apart(size: int, larger: int) -> bool:
@@ -101,7 +138,10 @@ class BatchSizes:
 
     def allows(self, plan: Plan) -> bool:
         """Whether a plan's overhead is within the bound."""
-        return plan.predicted_seconds <= self._cap(plan.graph) * (1 + PRECISION)
+        return self._is_allowed(plan.predicted_seconds, plan.graph)
+
+    def _is_allowed(self, seconds: float, graph: ComputationGraph) -> bool:
+        return seconds <= self._cap(graph) * (1 + PRECISION)
 
     def refusal(self, budget_bytes: int) -> RematError:
         """Why not even a batch of one sample will do."""
@@ -125,4 +165,4 @@ class BatchSizes:
 
 
 def _line(small: tuple[int, Plan], large: tuple[int, Plan]) -> Callable[[int], ComputationGraph]:
-    return linear_in_batch(small[1].graph, small[0], large[1].graph, large[0])
+    return functools.lru_cache(64)(linear_in_batch(small[1].graph, small[0], large[1].graph, large[0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable
@@ -27,6 +28,19 @@ FIRST_SECONDS = 2.0
 """Time limit of the first plan, where a better one is searched for in the background."""
 
 
+@dataclasses.dataclass(frozen=True)
+class AtHand:
+    """Schedules that are known before a graph is planned, such as those of other batch sizes.
+
+    Attributes:
+        find: gives the best for a graph within a budget in bytes, verified; ``None`` where none fits.
+        suffices: where there is one, nothing is solved for. It is not kept for later runs then.
+    """
+
+    find: Callable[[ComputationGraph, int], Solution | None]
+    suffices: bool = False
+
+
 def make_plan(
     graph: ComputationGraph,
     config: RematConfig,
@@ -38,6 +52,7 @@ def make_plan(
     cache: PlanCache | None = None,
     memory: DeviceMemory | None = None,
     reserved: bool | None = None,
+    at_hand: AtHand | None = None,
 ) -> Plan:
     """Choose a schedule for ``graph`` within ``config.budget``.
 
@@ -51,6 +66,7 @@ def make_plan(
         cache: plans of earlier runs, read first and added to; ``None`` solves.
         memory: of the device; what its allocator takes for the schedule is part of the plan then, and within the budget.
         reserved: the budget is one of what the allocator reserves, not of what it has allocated; by default for ``"auto"``.
+        at_hand: schedules to begin with: nothing dearer is taken.
 
     Raises:
         InfeasibleBudgetError: when no schedule was found; it names the smallest budget for which one was.
@@ -90,10 +106,13 @@ def make_plan(
         if cache is not None and path is None:
             path = cache.path(graph, within, config)
             found = cache.load(path, graph)
+        beside = at_hand.find(graph, within) if at_hand is not None and budget.kind is not BudgetKind.MIN else None
         if found is not None:
-            return graph, found
-        say("solving")
-        solution, interrupted = _solution(graph, within, config, smallest)
+            return graph, _cheaper_of(found, beside)
+        if beside is not None and at_hand is not None and at_hand.suffices:
+            return graph, beside
+        say(f"solving, at most {config.time_limit:.0f} s")
+        solution, interrupted = _solution(graph, within, config, smallest, beside)
         if interrupted:
             log.warning("Planning was interrupted: the best plan so far is used. Interrupt again to end what runs.")
         if solution.schedule is None:
@@ -141,9 +160,12 @@ def make_plan(
 
 
 def _solution(
-    graph: ComputationGraph, within: int, config: RematConfig, smallest: Callable[[], Solution]
+    graph: ComputationGraph, within: int, config: RematConfig, smallest: Callable[[], Solution], beside: Solution | None
 ) -> tuple[Solution, bool]:
-    """A schedule within so many bytes, or what the solver says of why there is none; whether the user ended the search."""
+    """A schedule within so many bytes, or what the solver says of why there is none; whether the user ended the search.
+
+    Nothing is dearer than ``beside``, which is at hand.
+    """
     if parse_budget(config.budget).kind is BudgetKind.MIN:
         solution = solve(graph, within, config.solver, config.time_limit, **config.solver_options)
         return _cheaper(smallest(), solution), INTERRUPTED in solution.notes
@@ -153,9 +175,20 @@ def _solution(
         if solution.schedule is not None:
             break
     interrupted = INTERRUPTED in solution.notes
-    if solution.schedule is None and smallest().peak_bytes <= within:
+    if solution.schedule is None and beside is None and smallest().peak_bytes <= within:
         solution = smallest()
-    return solution, interrupted
+    return _cheaper_of(solution, beside), interrupted
+
+
+def _cheaper_of(solution: Solution, beside: Solution | None) -> Solution:
+    """What is at hand, where that is cheaper, with the better bound."""
+    if beside is None or beside.seconds >= solution.seconds:
+        return solution
+    if beside.lower_bound_seconds < solution.lower_bound_seconds <= beside.seconds:
+        return dataclasses.replace(
+            beside, lower_bound_seconds=solution.lower_bound_seconds, bound_scope=solution.bound_scope
+        )
+    return beside
 
 
 def resolve_budget(

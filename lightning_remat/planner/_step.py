@@ -38,7 +38,7 @@ from lightning_remat.planner._agreement import Agreement
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._device_memory import DeviceAllocator, DeviceMemory, allocated_bytes
 from lightning_remat.planner._late import with_late_gradients
-from lightning_remat.planner._make import Progress, make_plan
+from lightning_remat.planner._make import AtHand, Progress, make_plan
 from lightning_remat.planner._moving import MovingBuffers
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._plan_cache import PlanCache, fingerprint
@@ -172,6 +172,7 @@ class ScheduledStep:
             but ``Tensor.backward`` of what a call returns may follow it then.
         reserved: the budget is one of what a CUDA device's allocator reserves, not of what it has allocated; by default if it
             is ``"auto"``.
+        at_hand: schedules that are known before anything is captured.
 
     Attributes:
         plans: one a captured graph and shape, in the order of capture.
@@ -196,6 +197,7 @@ class ScheduledStep:
         agreement: Agreement | None = None,
         accumulates: Callable[[], bool] = bool,
         reserved: bool | None = None,
+        at_hand: AtHand | None = None,
     ) -> None:
         self.function = function
         self.config = config
@@ -216,6 +218,7 @@ class ScheduledStep:
         self._reserved = parse_budget(config.budget).kind is BudgetKind.AUTO if reserved is None else reserved
         self._allocator = DeviceAllocator(config.allocator)
         self._unnamed: dict[torch.device, int] = {}  # bytes that are allocated beside what is known, by device
+        self._at_hand = at_hand
         self._gave_up = False
         self._began = 0.0  # the present call, in seconds since the epoch
         self._shapes: Shapes = ()
@@ -831,7 +834,7 @@ class ScheduledStep:
         model = cost_model(
             self.config.cost_model,
             cache=self._cost_cache,
-            progress=lambda done, total: self._progress(f"measuring operation {done} of {total}"),
+            progress=functools.partial(self._measuring, started),
         )
         costs = self._agreed(
             lambda: f"costs {fingerprint(captured.graph)}",
@@ -845,6 +848,11 @@ class ScheduledStep:
         return dataclasses.replace(
             captured, graph=captured.graph.replace(device=str(device))
         ), time.monotonic() - started
+
+    def _measuring(self, started: float, done: int, total: int) -> None:
+        left = (time.monotonic() - started) / done * (total - done)
+        about = f", about {left:.0f} s left" if left >= 1 else ""
+        self._progress(f"measuring operation {done} of {total}{about}")
 
     def _made(
         self,
@@ -874,6 +882,7 @@ class ScheduledStep:
             "cache": self._plan_cache,
             "memory": memory,
             "reserved": self._reserved,
+            "at_hand": self._at_hand,
         }
 
         def make() -> Plan:

@@ -37,6 +37,13 @@ from lightning_remat.solvers._batch_size import (
 )
 from lightning_remat.solvers._curve import Curve, plan_curve
 from lightning_remat.solvers._descent import find_smallest
+from lightning_remat.solvers._largest_batch import (
+    LargestBatch,
+    OpSequence,
+    largest_batch_size,
+    moved,
+    plain_batch_size,
+)
 from lightning_remat.solvers._partition import Block, partitioners, register_partitioner
 from lightning_remat.solvers._problem import Evaluation, NodeSequence, Problem
 from lightning_remat.solvers._registry import Answer, available, options_of, register, solve
@@ -49,7 +56,9 @@ __all__ = [
     "Block",
     "Curve",
     "Evaluation",
+    "LargestBatch",
     "NodeSequence",
+    "OpSequence",
     "Problem",
     "Solution",
     "Status",
@@ -57,11 +66,14 @@ __all__ = [
     "available",
     "extrapolated_batch_size",
     "find_smallest",
+    "largest_batch_size",
     "linear_in_batch",
     "max_batch_size",
+    "moved",
     "one_extra_forward",
     "options_of",
     "partitioners",
+    "plain_batch_size",
     "plan_curve",
     "register",
     "register_partitioner",
