@@ -441,6 +441,8 @@ class _Search:
             plan = step.scheduled.last_plan
             if step.scheduled.failures or peak.peak_bytes is None:
                 return None
+            if peak.allocated_bytes is not None:  # on CUDA all that is there counts, as in the plan
+                return peak.allocated_bytes + missing
             return held + peak.peak_bytes
 
         measured = self._surviving(size, confirm)
