@@ -8,12 +8,14 @@
 #
 #   PYTHON=python3.12        the interpreter that .venv is made with
 #   TORCH='torch==2.12.*'    the torch to install (a plain `torch` may bring gigabytes of CUDA libraries along)
+#   TRANSFORMERS='transformers==4.57.*'    the transformers to test with
 #   WORKERS=2                processes that share the tests
 #   ARGS='-k budget'         handed on to pytest, the demo or the benchmark
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
 TORCH ?= torch==2.13.0
+TRANSFORMERS ?= transformers==5.23.0
 VENV ?= .venv
 WORKERS ?= 2
 DEMO ?= examples/byte_gpt/train.py
@@ -58,9 +60,11 @@ $(VENV)/.created:
 	"$(PYTHON)" -m venv $(VENV)
 	@touch $@
 
-# Holds the torch requirement; rewritten only when that changes, so that only then torch is installed again.
-$(VENV)/.torch-requirement: FORCE | $(VENV)/.created
-	@printf '%s\n' '$(TORCH)' | cmp -s - $@ || printf '%s\n' '$(TORCH)' > $@
+# Hold a requirement; rewritten only when that changes, so that only then it is installed again.
+$(VENV)/.torch-requirement: REQUIREMENT = $(TORCH)
+$(VENV)/.transformers-requirement: REQUIREMENT = $(TRANSFORMERS)
+$(VENV)/.torch-requirement $(VENV)/.transformers-requirement: FORCE | $(VENV)/.created
+	@printf '%s\n' '$(REQUIREMENT)' | cmp -s - $@ || printf '%s\n' '$(REQUIREMENT)' > $@
 
 # Torch first: what comes later finds it there and does not choose one itself.
 $(VENV)/.torch: $(VENV)/.torch-requirement
@@ -69,8 +73,8 @@ $(VENV)/.torch: $(VENV)/.torch-requirement
 	@touch $@
 
 # pytorchcv asks for torchvision, which it needs for none of the networks used here.
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+$(VENV)/.installed: $(VENV)/.torch $(VENV)/.transformers-requirement pyproject.toml
 	@echo "installing the project and its tools"
-	$(PIP) --editable '.[dev]'
+	$(PIP) --editable '.[dev]' '$(TRANSFORMERS)'
 	$(PIP) --no-deps pytorchcv
 	@touch $@

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     BartConfig,
@@ -33,6 +34,11 @@ from transformers import (
     masking_utils,
     modeling_attn_mask_utils,
 )
+from transformers.modeling_attn_mask_utils import (
+    _prepare_4d_attention_mask_for_sdpa,
+    _prepare_4d_causal_attention_mask_for_sdpa,
+)
+from transformers.modeling_outputs import CausalLMOutput
 
 import lightning_remat
 from lightning_remat import Rematerialized
@@ -182,6 +188,33 @@ def test_attention_gets_no_mask_where_nothing_is_masked(name: str) -> None:
     assert pair.same(shape=(3, 24), attention_mask=mask(3, 24, padded=True)) and pair.has_mask
 
 
+class OwnAttention(nn.Module):
+    """Asks for its masks as models of older releases do."""
+
+    def __init__(self, window: int | None) -> None:
+        super().__init__()
+        self.window = window
+        self.embed, self.project, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, 24), nn.Linear(8, WORDS)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor) -> CausalLMOutput:
+        x = self.embed(input_ids)
+        query, key, value = self.project(x)[:, None].chunk(3, dim=-1)
+        mask = _prepare_4d_causal_attention_mask_for_sdpa(attention_mask, input_ids.shape, x, 0, self.window)
+        x = scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None)
+        x = scaled_dot_product_attention(x, query, value, _prepare_4d_attention_mask_for_sdpa(attention_mask, x.dtype))
+        return CausalLMOutput(loss=cross_entropy(self.head(x[:, 0]).transpose(1, 2), labels))
+
+
+@pytest.mark.filterwarnings("ignore:The attention mask API under:FutureWarning")
+@pytest.mark.parametrize("window", [None, 32, 8])
+def test_what_older_models_ask(window: int | None) -> None:
+    pair = Pair(lambda: OwnAttention(window))
+    for padded in (False, True, False):
+        assert pair.same(shape=(3, 24), attention_mask=mask(3, 24, padded=padded))
+        assert pair.masks == ([padded, padded] if window != 8 else [padded, True])
+    assert len(pair.step.plans) == 2
+
+
 def test_any_mask() -> None:
     pair = Pair(MODELS["llama"])
 
@@ -200,7 +233,7 @@ def test_any_mask() -> None:
 def test_lengths_that_vary(name: str) -> None:
     pair = Pair(MODELS[name])
     for rows, length in [(3, 40), (3, 36), (3, 33), (3, 47), (3, 51), (2, 60)]:
-        assert pair.same(shape=(rows, length)) and not pair.has_mask
+        assert pair.same(shape=(rows, length))
 
 
 def test_masks_of_lengths_that_vary() -> None:
