@@ -87,9 +87,9 @@ def make_plan(
         solution = solve(graph, budget_bytes, "no_remat")
     elif budget.kind is BudgetKind.MIN:
         say("solving")
-        solution = solve(graph, budget_bytes, config.solver, config.time_limit, **config.solver_options)
+        least = smallest()
+        solution = solve(graph, budget_bytes, config.solver, config.time_limit, known=least, **config.solver_options)
         interrupted = INTERRUPTED in solution.notes
-        solution = _cheaper(smallest(), solution)
     else:
         say("solving")
         limits = [min(FIRST_SECONDS, config.time_limit)] if config.background else []
@@ -145,7 +145,3 @@ def resolve_budget(
         lambda: device_bytes(device, config.margin, held_bytes),
         lambda: device_total_bytes(device),
     )
-
-
-def _cheaper(one: Solution, other: Solution) -> Solution:
-    return other if other.schedule is not None and other.seconds < one.seconds else one
