@@ -3,10 +3,10 @@
 "crossing" gives the bound, and schedules that are near it where the moment between forward and backward is what binds. Where
 those are well above it, "moments" has a better bound, and other schedules. "rotor" decides by blocks, which is better where the
 budget is low, and "descent" gives up what is held at the peak, which is best where it is very low; with "hiremate" it is asked
-only while the gap is open. So are both of them on the problem with its backward in another order (`reorder`), where there is one
-that takes less. The cheapest are where `improve` begins. Graphs of a few hundred nodes get the other quick methods
-as well, those of a few dozen Checkmate's program; larger ones only where nothing was found so far. What was tried, and how it
-went, is in the answer's notes.
+only while the gap is open. So are "rotor" and "descent" for the problem with its backward in another order (`reorder`), where one
+takes less. The cheapest are where `improve` begins. Graphs of a few hundred nodes get the other quick methods as well, those of a
+few dozen Checkmate's program; larger ones only where nothing was found so far. What was tried, and how it went, is in the
+answer's notes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ WIDE_GAP = 0.005
 IMPROVING_GAP = 0.01
 """Gap at which the improving has as much time as is usual for the whole search; less or more in proportion."""
 
-IMPROVING_SHARES = (0.6, 2.0)
+IMPROVING_SHARES = (0.6, 3.5)
 """The least and the most of that time."""
 
 CLOSED_GAP = 0.001
@@ -196,7 +196,9 @@ class _Portfolio:
             self.attempt("milp", min(self.deadline, time.monotonic() + exact_seconds))
         else:
             self.notes.append(f"milp: not tried, {size} operations are more than {exact_up_to}")
-        if self.gap() > WIDE_GAP and (other := reorder(self.problem, min(self.deadline, time.monotonic() + 0.2 * span))):
+        if self.gap() > WIDE_GAP and (
+            other := reorder(self.problem, min(self.deadline, time.monotonic() + 0.2 * span))
+        ):
             for method in BY_ORDER:
                 self.attempt(method, min(self.deadline, time.monotonic() + 0.5 * span), other)
         if self.gap() > OPEN_GAP:

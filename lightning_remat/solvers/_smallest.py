@@ -6,6 +6,7 @@ own values take in the order that `reorder` finds.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -21,57 +22,61 @@ from lightning_remat.solvers._reorder import Reordered, backward_memory, reorder
 from lightning_remat.solvers._rotor import around, chains
 from lightning_remat.solvers._solution import Solution, Status
 
-BLOCKWISE = 4
-"""Schedules of each chain of blocks, from the smallest peak on, that are lowered."""
+NEARLY = 0.005
+"""Share of the smallest peak by which a cheaper schedule's may be above it, unless no order has a smaller one."""
+
+BLOCKWISE = 0.6
+"""Share of the time for schedules of chains of blocks."""
 
 SLOTS = 400
 """Steps in which Rotor's recurrence counts memory."""
 
 
 def find_smallest_sequence(problem: PlainProblem, deadline: float) -> NodeSequence:
-    """The sequence of the smallest peak that is found, filled up within that peak."""
-    floor, _ = largest_bytes(problem)
+    """A sequence of the smallest peak that is found, or nearly so and cheaper, filled up within its peak."""
     span = max(0.0, deadline - time.monotonic())
     first, sequence = smallest(problem, time.monotonic() + span / 4)
     found = [(first.peak_bytes, first.seconds, sequence)]
     other = reorder(problem, time.monotonic() + span / 10)
-    backward = backward_memory(problem, other.order[problem.boundary :] if other else range(problem.boundary, len(problem)))
-    least = max(floor, problem.base_bytes + max(backward, default=0))
+    order = other.order[problem.boundary :] if other else range(problem.boundary, len(problem))
+    backward = max(backward_memory(problem, order), default=0)
+    handed_out = sum([problem.nbytes[v] for v in problem.forward_outputs])
+    least = max(largest_bytes(problem)[0], problem.base_bytes + handed_out + backward)  # no less in these orders
 
-    def lower(one: PlainProblem, start: NodeSequence) -> None:
-        lowered = lower_peak(one, start, least, deadline)
+    def lower(one: PlainProblem, start: NodeSequence, until: float) -> None:
+        lowered = lower_peak(one, start, least, until)
         original = one.original(lowered) if isinstance(one, Reordered) else lowered
         evaluation = problem.evaluate(original)
         found.append((evaluation.peak_bytes, evaluation.seconds, original))
 
-    def reached() -> bool:
-        return time.monotonic() > deadline or min([peak for peak, _, _ in found]) <= least
+    def lowest() -> int:
+        return min([peak for peak, _, _ in found])
 
-    if not reached():
-        lower(problem, sequence)
     orders = [one for one in (other, problem) if one is not None]
+    until = time.monotonic() + BLOCKWISE * (deadline - time.monotonic())
     for one in orders:
-        for start in blockwise(one, min([peak for peak, _, _ in found]), least, deadline):
-            if reached():
-                break
-            lower(one, start)
-    for one in orders:
-        for start in beginnings(one, deadline):
-            if reached():
-                break
-            lower(one, start)
-    peak = min([peak for peak, _, _ in found])
-    filled = finish(problem, [one for held, _, one in found if held == peak], peak, max(deadline, time.monotonic() + 0.5))
+        for start in blockwise(one, lowest(), least, until):
+            if time.monotonic() < until:
+                lower(one, start, until)
+    others = ((one, start) for one in orders for start in beginnings(one, deadline))
+    for one, begin in itertools.chain([(problem, sequence)], others):
+        if time.monotonic() > deadline or lowest() <= least:
+            break
+        lower(one, begin, deadline)
+    peak = lowest()
+    limit = peak if peak <= least else int((1 + NEARLY) * peak)
+    near = [one for held, _, one in found if held <= limit]
+    filled = finish(problem, near, limit, max(deadline, time.monotonic() + 0.5))
     assert filled is not None
     return filled
 
 
 def blockwise(problem: PlainProblem, known_bytes: int, least_bytes: int, deadline: float) -> Iterator[NodeSequence]:
-    """Schedules of chains of blocks whose peaks are the smallest near the middle of two."""
+    """Schedules of chains of blocks, for a budget between two, or for the larger; those of the smallest peaks first."""
     for chain in chains(problem, deadline) if problem.boundary else ():
         budget = (known_bytes + least_bytes) // 2
         near = around(chain, budget, SLOTS, deadline) or around(chain, known_bytes, SLOTS, deadline)
-        for _, sequence in sorted(near, key=lambda one: one[0])[:BLOCKWISE]:
+        for _, sequence in sorted(near, key=lambda one: one[0]):
             yield sequence
 
 
