@@ -17,6 +17,7 @@ from lightning_remat.solvers._neighbourhood import Lives
 from lightning_remat.solvers._problem import NodeSequence
 from lightning_remat.solvers._prune import once, required
 from tests.helpers.graphs import random_graph, unit_chain
+from tests.test_reorder import joined_branches
 from tests.test_schedule import recomputing_sequence
 
 
@@ -81,7 +82,8 @@ def test_what_is_computed_again_is_shared_where_that_is_asked_for() -> None:
 
     def count(share: float) -> int:
         lives = Lives(problem, once(problem))
-        assert lives.evict([span for v in lives.movable for span in lives.spans(v)], share)
+        forward = [v for v in lives.movable if problem.producer[v] < problem.boundary]
+        assert lives.evict([span for v in forward for span in lives.spans(v)], share)
         return len(checked(problem, lives).nodes)
 
     assert len(once(problem).nodes) < count(100.0) <= 2 * len(problem) < count(0.0)
@@ -111,3 +113,17 @@ def test_the_search_finds_checkmates_optimum_on_a_chain() -> None:
     worst = lower_peak(problem, once(problem), 7, time.monotonic() + 60)
     better, _ = improve(problem, worst, 7, time.monotonic() + 60, patience=200)
     assert problem.evaluate(worst).seconds > problem.evaluate(better).seconds == 32
+
+
+def test_the_search_computes_a_gradient_later_where_it_only_waits() -> None:
+    """It is not computed twice: nobody reads it before."""
+    graph = joined_branches()
+    problem = Problem(graph)
+    budget = 26
+    start = lower_peak(problem, once(problem), budget, time.monotonic() + 60)
+    assert problem.evaluate(start).peak_bytes > budget  # nothing of the forward can be given up
+    lives = Lives(problem, once(problem))
+    small = next(v for v in lives.movable if problem.name(problem.producer[v]) == "small")
+    assert lives.evict(lives.spans(small))
+    assert lives.seconds == len(problem)
+    assert lives.peak() == budget

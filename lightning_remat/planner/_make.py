@@ -167,8 +167,9 @@ def _solution(
     Nothing is dearer than ``beside``, which is at hand.
     """
     if parse_budget(config.budget).kind is BudgetKind.MIN:
-        solution = solve(graph, within, config.solver, config.time_limit, **config.solver_options)
-        return _cheaper(smallest(), solution), INTERRUPTED in solution.notes
+        least = smallest()
+        solution = solve(graph, within, config.solver, config.time_limit, known=least, **config.solver_options)
+        return solution, INTERRUPTED in solution.notes
     limits = [min(FIRST_SECONDS, config.time_limit)] if config.background else []
     for limit in (*limits, config.time_limit):
         solution = solve(graph, within, config.solver, limit, **config.solver_options)
@@ -207,7 +208,3 @@ def resolve_budget(
         lambda: device_bytes(device, config.margin, held_bytes),
         lambda: device_total_bytes(device),
     )
-
-
-def _cheaper(one: Solution, other: Solution) -> Solution:
-    return other if other.schedule is not None and other.seconds < one.seconds else one

@@ -36,7 +36,6 @@ from lightning_remat.solvers._batch_size import (
     one_extra_forward,
 )
 from lightning_remat.solvers._curve import Curve, plan_curve
-from lightning_remat.solvers._descent import find_smallest
 from lightning_remat.solvers._largest_batch import (
     LargestBatch,
     OpSequence,
@@ -47,6 +46,7 @@ from lightning_remat.solvers._largest_batch import (
 from lightning_remat.solvers._partition import Block, partitioners, register_partitioner
 from lightning_remat.solvers._problem import Evaluation, NodeSequence, Problem
 from lightning_remat.solvers._registry import Answer, available, options_of, register, solve
+from lightning_remat.solvers._smallest import find_smallest
 from lightning_remat.solvers._solution import Solution, Status
 
 __all__ = [

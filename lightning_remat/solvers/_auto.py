@@ -3,9 +3,10 @@
 "crossing" gives the bound, and schedules that are near it where the moment between forward and backward is what binds. Where
 those are well above it, "moments" has a better bound, and other schedules. "rotor" decides by blocks, which is better where the
 budget is low, and "descent" gives up what is held at the peak, which is best where it is very low; with "hiremate" it is asked
-only while the gap is open. The cheapest are where `improve` begins. Graphs of a few hundred nodes get the other quick methods
-as well, those of a few dozen Checkmate's program; larger ones only where nothing was found so far. What was tried, and how it
-went, is in the answer's notes.
+only while the gap is open. So are "rotor" and "descent" for the problem with its backward in another order (`reorder`), where one
+takes less. The cheapest are where `improve` begins. Graphs of a few hundred nodes get the other quick methods as well, those of a
+few dozen Checkmate's program; larger ones only where nothing was found so far. What was tried, and how it went, is in the
+answer's notes.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import math
 import time
 
 from lightning_remat.solvers._crossing import BACKWARD_AFTER_FORWARD
+from lightning_remat.solvers._descent import needs_more
 from lightning_remat.solvers._improve import improve
 from lightning_remat.solvers._problem import NodeSequence, Problem
 from lightning_remat.solvers._prune import once
 from lightning_remat.solvers._registry import Answer, register, run_algorithm
+from lightning_remat.solvers._reorder import Reordered, reorder
 from lightning_remat.solvers._solution import Status
 
 EXACT_UP_TO = 40
@@ -44,7 +47,7 @@ WIDE_GAP = 0.005
 IMPROVING_GAP = 0.01
 """Gap at which the improving has as much time as is usual for the whole search; less or more in proportion."""
 
-IMPROVING_SHARES = (0.6, 2.0)
+IMPROVING_SHARES = (0.6, 3.5)
 """The least and the most of that time."""
 
 CLOSED_GAP = 0.001
@@ -55,6 +58,9 @@ EXACT = 1e-9
 
 HOPELESS = 1.25
 """Times the cheapest schedule from which another is not improved."""
+
+BY_ORDER = ("rotor", "descent")
+"""Methods that another order of the backward pays for."""
 
 MOMENTS_UP_TO = 1500
 """Nodes up to which "moments" is asked where the gap is not closed; on larger graphs it takes much longer."""
@@ -81,6 +87,7 @@ def auto(
     exact_up_to: int = EXACT_UP_TO,
     exact_seconds: float = 5.0,
     improvements: int = 4,
+    known: NodeSequence | None = None,
 ) -> Answer:
     """Try what suits the size of the problem, improve what is cheapest, and keep the best.
 
@@ -94,13 +101,17 @@ def auto(
         exact_up_to: nodes up to which Checkmate's program is solved whole.
         exact_seconds: the most that Checkmate's program may take here; method ``"milp"`` takes the whole time limit.
         improvements: how many of the cheapest schedules are improved, half as many again each time.
+        known: a sequence within the budget, if there is one already.
     """
     started = time.monotonic()
     span = usual_seconds(problem) if seconds is None else seconds
     portfolio = _Portfolio(problem, budget_bytes, deadline)
+    if too_large := needs_more(problem, budget_bytes):
+        return Answer(None, Status.INFEASIBLE, notes=(too_large,))
+    if known is not None:
+        portfolio.add("known", known)
     try:
-        portfolio.attempt("no_remat", deadline)
-        if portfolio.found:
+        if portfolio.attempt("no_remat", deadline):
             portfolio.add("no_remat", once(problem))  # without what nothing depends on
         else:
             until = min(deadline, started + span)
@@ -134,19 +145,21 @@ class _Portfolio:
         self.notes: list[str] = []
         self._bounds: list[tuple[float, str]] = []
 
-    def attempt(self, method: str, limit: float) -> None:
-        """Run one method until ``limit``."""
+    def attempt(self, method: str, limit: float, other: Reordered | None = None) -> bool:
+        """Run one method until ``limit``, on the problem or on another order of it; returns whether it has found something."""
         begun = time.monotonic()
         self.asked.add(method)
-        answer = run_algorithm(method, self.problem, self.budget_bytes, limit)
+        answer = run_algorithm(method, other or self.problem, self.budget_bytes, limit)
         taken = time.monotonic() - begun
+        label = f"{method}, reordered" if other else method
         if answer.sequence is None:
-            self.notes.append(f"{method}: {answer.status.value} after {taken:.1f} s")
+            self.notes.append(f"{label}: {answer.status.value} after {taken:.1f} s")
         else:
-            cost = self.add(method, answer.sequence)
-            self.notes.append(f"{method}: {cost:.6g} s a step, {answer.status.value} after {taken:.1f} s")
-        self.notes.extend(f"{method}: {note}" for note in answer.notes)
+            cost = self.add(method, other.original(answer.sequence) if other else answer.sequence)
+            self.notes.append(f"{label}: {cost:.6g} s a step, {answer.status.value} after {taken:.1f} s")
+        self.notes.extend(f"{label}: {note}" for note in answer.notes)
         self._bounds.append((answer.lower_bound_seconds, answer.bound_scope))
+        return answer.sequence is not None
 
     def add(self, method: str, sequence: NodeSequence) -> float:
         """One more schedule within the budget; returns its seconds."""
@@ -172,9 +185,9 @@ class _Portfolio:
         """Run what suits the size of the problem."""
         size = len(self.problem)
         self.attempt("crossing", until)
+        self.attempt("rotor", until)
         if self.gap() > (CLOSED_GAP if size <= MOMENTS_UP_TO else OPEN_GAP):
             self.attempt("moments", min(self.deadline, time.monotonic() + span))
-        self.attempt("rotor", until)
         for method in QUICK if size <= QUICK_UP_TO else ():
             self.attempt(method, until)
         if size <= exact_up_to:
@@ -183,8 +196,13 @@ class _Portfolio:
             self.attempt("milp", min(self.deadline, time.monotonic() + exact_seconds))
         else:
             self.notes.append(f"milp: not tried, {size} operations are more than {exact_up_to}")
+        if self.gap() > WIDE_GAP and (
+            other := reorder(self.problem, min(self.deadline, time.monotonic() + 0.2 * span))
+        ):
+            for method in BY_ORDER:
+                self.attempt(method, min(self.deadline, time.monotonic() + 0.5 * span), other)
         if self.gap() > OPEN_GAP:
-            self.attempt("descent", until)
+            self.attempt("descent", min(self.deadline, max(until, time.monotonic() + 0.5 * span)))
         if exact_up_to < size <= HIREMATE_UP_TO and self.found and self.gap() > WIDE_GAP:
             self.attempt("hiremate", min(self.deadline, time.monotonic() + 0.5 * span))
         for method in OTHERWISE:

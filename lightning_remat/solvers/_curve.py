@@ -16,10 +16,11 @@ from lightning_remat.errors import BudgetError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.solvers._blocks import finish
 from lightning_remat.solvers._crossing import BACKWARD_AFTER_FORWARD, CrossingProgram, schedules
-from lightning_remat.solvers._descent import find_smallest_sequence, lower_peak
+from lightning_remat.solvers._descent import lower_peak
 from lightning_remat.solvers._problem import NodeSequence, Problem
 from lightning_remat.solvers._prune import keep_longer, once
 from lightning_remat.solvers._registry import Answer, solution_of
+from lightning_remat.solvers._smallest import find_smallest_sequence
 from lightning_remat.solvers._solution import Solution, Status
 
 

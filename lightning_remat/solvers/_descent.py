@@ -4,30 +4,23 @@ At the moment of the peak, what is held there without being used is given up and
 the largest value whose loss lowers the peak. That is repeated until the peak is low enough or no single step lowers it. Such
 schedules repeat far more than they must; `keep_longer` takes back what the budget has room for. Descents begin at what
 `_crossing`'s program holds for small amounts of bytes, and at the greedy's block boundaries.
-
-`find_smallest` descends as far as it can. On networks it often ends at the largest working set of a single op, below which no
-schedule exists.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from lightning_remat.graph import ComputationGraph
 from lightning_remat.solvers._blocks import finish
 from lightning_remat.solvers._crossing import CrossingProgram, rollouts
-from lightning_remat.solvers._greedy import smallest, starts
-from lightning_remat.solvers._improve import improve
+from lightning_remat.solvers._greedy import starts
 from lightning_remat.solvers._neighbourhood import LONGEST
 from lightning_remat.solvers._problem import NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers._prune import drop_unused, once, required
-from lightning_remat.solvers._registry import Answer, register, solution_of
+from lightning_remat.solvers._registry import Answer, register
 from lightning_remat.solvers._rollout import rollout
-from lightning_remat.solvers._solution import Solution, Status
+from lightning_remat.solvers._solution import Status
 from lightning_remat.solvers._stages import alone_bytes
 
 Gap = tuple[int, int, int]
@@ -142,6 +135,24 @@ def lower_peak(problem: PlainProblem, sequence: NodeSequence, target_bytes: int,
     return sequence
 
 
+def lower_all(
+    problem: PlainProblem, sequences: Sequence[NodeSequence], budget_bytes: int, deadline: float, enough: int = 4
+) -> list[NodeSequence]:
+    """Those of some schedules that can be lowered to a budget, the cheapest first; ``enough`` of them will do."""
+    found: list[NodeSequence] = []
+    distinct = {sequence.nodes: sequence for sequence in sequences}
+    ranked = sorted(distinct.values(), key=lambda sequence: problem.evaluate(sequence).seconds)
+    for index, sequence in enumerate(ranked):
+        left = deadline - time.monotonic()
+        if len(found) >= enough or left <= 0:
+            break
+        until = time.monotonic() + 2 * left / (len(ranked) - index + 1)
+        lowered = lower_peak(problem, sequence, budget_bytes, until)
+        if problem.evaluate(lowered).peak_bytes <= budget_bytes:
+            found.append(lowered)
+    return found
+
+
 def beginnings(problem: PlainProblem, deadline: float, solver: str = "CBC") -> Iterator[NodeSequence]:
     """Schedules to descend from."""
     with contextlib.closing(CrossingProgram(problem, solver)) as program:
@@ -168,10 +179,8 @@ def descent(problem: Problem, budget_bytes: int, *, deadline: float, enough: int
     """
     if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:
         return Answer(once(problem), Status.OPTIMAL)
-    worst = max(required(problem), key=lambda node: least_bytes(problem, node), default=None)
-    if worst is not None and least_bytes(problem, worst) > budget_bytes:
-        note = f"{problem.name(worst)} alone needs {least_bytes(problem, worst):,} bytes"
-        return Answer(None, Status.INFEASIBLE, notes=(note,))
+    if too_large := needs_more(problem, budget_bytes):
+        return Answer(None, Status.INFEASIBLE, notes=(too_large,))
     fits: list[NodeSequence] = []
     tried = 0
     for sequence in beginnings(problem, deadline):
@@ -187,55 +196,22 @@ def descent(problem: Problem, budget_bytes: int, *, deadline: float, enough: int
 
 
 def least_bytes(problem: PlainProblem, node: int) -> int:
-    """Bytes that must be held while ``node`` runs, also where its result takes the memory of one of its inputs."""
-    taken = max([problem.nbytes[v] for v in problem.overwrites[node]], default=0) if problem.overwrites else 0
-    return alone_bytes(problem, node) - taken
+    """Bytes that must be held while ``node`` runs, also where its result takes the memory of one of its inputs.
 
-
-def find_smallest_sequence(problem: PlainProblem, deadline: float) -> NodeSequence:
-    """The sequence of the smallest peak that is found, filled up within that peak."""
-    floor = max([least_bytes(problem, node) for node in required(problem)], default=0)
-    first, sequence = smallest(problem, time.monotonic() + max(0.0, deadline - time.monotonic()) / 3)
-    found = [(first.peak_bytes, first.seconds, sequence)]
-    for start in itertools.chain([sequence], beginnings(problem, deadline)):
-        if time.monotonic() > deadline or min(peak for peak, _, _ in found) <= floor:
-            break
-        lowered = lower_peak(problem, start, floor, deadline)
-        evaluation = problem.evaluate(lowered)
-        found.append((evaluation.peak_bytes, evaluation.seconds, lowered))
-    peak, _, best = min(found, key=lambda one: one[:2])
-    filled = finish(problem, [best], peak, max(deadline, time.monotonic() + 0.5))
-    assert filled is not None
-    return filled
-
-
-def find_smallest(graph: ComputationGraph, time_limit: float = 30.0) -> Solution:
-    """The schedule of the smallest peak that is found, improved at that peak: what ``budget="min"`` means.
-
-    It always has a schedule.
-
-    Args:
-        graph: the problem.
-        time_limit: seconds it may take.
-
-    Returns:
-        A `Solution` whose ``peak_bytes`` is the smallest feasible budget found. Its notes name the op whose own working set
-        no schedule can go below.
+    While the backward runs the caller holds what the forward has handed out.
     """
-    started = time.monotonic()
-    problem = Problem(graph)
-    deadline = started + time_limit
-    sequence = find_smallest_sequence(problem, deadline)
-    peak = problem.evaluate(sequence).peak_bytes
-    sequence, _ = improve(problem, sequence, peak, min(deadline, time.monotonic() + 2.0 + len(problem) / 400))
-    notes: tuple[str, ...] = ("the smallest peak found; a smaller one may exist",)
-    nodes = required(problem)
-    if nodes:
-        worst = max(nodes, key=lambda node: least_bytes(problem, node))
-        floor = least_bytes(problem, worst)
-        reached = problem.evaluate(sequence).peak_bytes <= floor
-        first = f"no schedule needs less than the {floor:,} bytes of {problem.name(worst)} alone"
-        notes = (first,) if reached else (first, *notes)
-    return solution_of(
-        graph, problem, Answer(sequence, Status.FEASIBLE, notes=notes), math.inf, "smallest", {}, started
-    )
+    taken = max([problem.nbytes[v] for v in problem.overwrites[node]], default=0) if problem.overwrites else 0
+    own = {*problem.reads[node], *problem.writes[node]}
+    beside = [v for v in problem.forward_outputs if v not in own] if node >= problem.boundary else []
+    return alone_bytes(problem, node) - taken + sum([problem.nbytes[v] for v in beside])
+
+
+def largest_bytes(problem: PlainProblem) -> tuple[int, int | None]:
+    """Bytes that no schedule can do without, and the node that needs them while it runs (``None``: there are no nodes)."""
+    return max([(least_bytes(problem, node), node) for node in required(problem)], default=(0, None))
+
+
+def needs_more(problem: PlainProblem, budget_bytes: int) -> str:
+    """Names a node that needs more than a budget whatever the schedule; "" without one."""
+    least, node = largest_bytes(problem)
+    return f"{problem.name(node)} alone needs {least:,} bytes" if node is not None and least > budget_bytes else ""

@@ -2,7 +2,7 @@
 
 A schedule that any method found is a good start and seldom the end: methods decide by blocks, by sets of kept values, or by
 what is held at one moment. Here some held values are given up between two uses (`Lives.evict`), for a random moment or a random
-stretch of the forward, and `Lives.fill` spends the room on what is worth most, in one of its ways, in a slightly random order,
+stretch of the step, and `Lives.fill` spends the room on what is worth most, in one of its ways, in a slightly random order,
 and sometimes on everything else first: else most attempts end where they began. A schedule that is no dearer is gone on from.
 All of it is judged by the exact peak.
 """
@@ -18,7 +18,7 @@ from lightning_remat.solvers._problem import NodeSequence, PlainProblem
 from lightning_remat.solvers._prune import CHARGES, drop_unused
 
 WINDOWS = (0.03, 0.08, 0.2)
-"""Shares of the forward whose values are given up together."""
+"""Shares of the step whose values are given up together."""
 
 SPREADS = (0.0, 0.0, 0.3, 0.7)
 """Spreads of the random factors of prices, as powers of two."""
@@ -75,7 +75,7 @@ def improve(
 
 
 def _neighbourhood(lives: Lives, generator: random.Random) -> list[Span]:
-    """Some of the values that are held at one moment, or that come from one stretch of the forward."""
+    """Some of the values that are held at one moment, or that come from one stretch of the step."""
     values = lives.movable
     if generator.random() < 0.5:
         key = generator.choice(lives.keys)

@@ -373,12 +373,15 @@ class Lives:
 
     @functools.cached_property
     def movable(self) -> list[int]:
-        """Values of the forward that may be given up and computed again, in the order of their making."""
+        """Values that may be given up and computed again, in the order of their making.
+
+        Of the backward too: where such a value is only used later, computing it later is for free.
+        """
         problem = self.problem
         found = [
             (made, v)
             for v, made in enumerate(problem.producer)
-            if 0 <= made < problem.boundary and problem.recomputable[made] and problem.nbytes[v] > 0
+            if made >= 0 and problem.recomputable[made] and problem.nbytes[v] > 0
         ]
         return [v for _, v in sorted(found) if v not in self.outputs]
 

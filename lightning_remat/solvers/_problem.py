@@ -325,6 +325,16 @@ class Problem(PlainProblem):
             found[tensor.storage].append(t)
         return found
 
+    def contract(self, schedule: Schedule) -> NodeSequence:
+        """The nodes that a schedule of the graph evaluates: the inverse of `expand`."""
+        node_of = {index: node for node, index in enumerate(self.ops)}
+        ran = [
+            (position, node_of[step.op])
+            for position, step in enumerate(schedule.steps)
+            if isinstance(step, Compute) and step.op in node_of
+        ]
+        return NodeSequence(tuple(node for _, node in ran), sum([at < schedule.boundary for at, _ in ran]))
+
     def expand(self, sequence: NodeSequence) -> Schedule:
         """The schedule over ops and tensors: views where they are used, frees as early as they can be."""
         graph = self.graph

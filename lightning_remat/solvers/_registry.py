@@ -88,7 +88,7 @@ def options_of(method: str) -> Mapping[str, Any]:
     return {
         name: parameter.default
         for name, parameter in parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY and name != "deadline"
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in ("deadline", "known")
     }
 
 
@@ -97,6 +97,8 @@ def solve(
     budget_bytes: int,
     method: str = "auto",
     time_limit: float = 30.0,
+    *,
+    known: Solution | None = None,
     **options: Any,
 ) -> Solution:
     """Find the cheapest schedule of ``graph`` whose peak memory is at most ``budget_bytes``.
@@ -106,6 +108,8 @@ def solve(
         budget_bytes: the most that may be held at any moment, everything counted (see `ComputationGraph.floor_bytes`).
         method: one of `available()`.
         time_limit: seconds the method may take.
+        known: a solution of the same graph within the budget, if there is one: the answer is never dearer. Methods with a
+            keyword ``known`` ("auto") go on from it.
         **options: the method's own options (`options_of`).
 
     Returns:
@@ -120,17 +124,23 @@ def solve(
     if not time_limit > 0:
         raise BudgetError(f"a time limit of {time_limit!r}: give a positive number of seconds")
     algorithm = METHODS.get(method)
-    known = options_of(method)
+    accepted = options_of(method)
     for name in options:
-        if name not in known:
-            accepted = ", ".join(known) or "none"
-            raise SolverError(f"solver {method!r} has no option {name!r}; it takes: {accepted}")
+        if name not in accepted:
+            names = ", ".join(accepted) or "none"
+            raise SolverError(f"solver {method!r} has no option {name!r}; it takes: {names}")
     started = time.monotonic()
     problem = Problem(graph)
-    answer = algorithm(problem, budget_bytes, deadline=started + time_limit, **options)
+    sequence = problem.contract(known.schedule) if known is not None and known.schedule is not None else None
+    goes_on = {"known": sequence} if "known" in inspect.signature(algorithm).parameters else {}
+    answer = algorithm(problem, budget_bytes, deadline=started + time_limit, **goes_on, **options)
     if not isinstance(answer, Answer):  # the type checker cannot see into other packages
         raise SolverError(f"solver {method!r} returned a {type(answer).__name__}, not an Answer")
-    return solution_of(graph, problem, answer, budget_bytes, method, dict(known, **options), started)
+    if sequence is not None and known is not None:
+        best = math.inf if answer.sequence is None else problem.evaluate(answer.sequence).seconds
+        if problem.evaluate(sequence).seconds < best:
+            answer = dataclasses.replace(answer, sequence=sequence, status=Status.FEASIBLE, method=known.method)
+    return solution_of(graph, problem, answer, budget_bytes, method, dict(accepted, **options), started)
 
 
 def run_algorithm(method: str, problem: PlainProblem, budget_bytes: int, deadline: float, **options: Any) -> Answer:

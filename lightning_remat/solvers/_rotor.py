@@ -26,12 +26,13 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_remat.solvers._blocks import Chain, Option, Run, finish, keep_options, link_up, select
+from lightning_remat.solvers._descent import lower_all
 from lightning_remat.solvers._isomorphism import canonical_form
 from lightning_remat.solvers._partition import Block, partition
 from lightning_remat.solvers._problem import NodeSequence, PlainProblem, Problem
@@ -143,28 +144,38 @@ class Table:
 
 def fitting(chain: Chain, budget_bytes: int, slots: int, deadline: float, tries: int = 6) -> list[NodeSequence]:
     """Schedules of a chain within the budget by their exact peaks: the cheapest in the table, and a few around it."""
+    return [sequence for peak, sequence in around(chain, budget_bytes, slots, deadline, tries) if peak <= budget_bytes]
+
+
+def around(
+    chain: Chain, budget_bytes: int, slots: int, deadline: float, tries: int = 6
+) -> list[tuple[int, NodeSequence]]:
+    """Exact peaks and schedules of a chain near a budget, by what the table says they cost, the cheapest first."""
     problem = chain.problem
     headroom = budget_bytes - problem.base_bytes
     if headroom <= 0 or not chain.links:
         return []
     table = Table(chain, headroom + headroom // 2, slots)
     levels = table.levels()
-    found: dict[int, NodeSequence] = {}
+    met: dict[int, tuple[int, NodeSequence]] = {}
 
     def fits(index: int) -> bool:
-        sequence = chain.sequence(table.runs(levels[index]))
-        if problem.evaluate(sequence).peak_bytes <= budget_bytes:
-            found[index] = sequence
-        return index in found
+        if index not in met:
+            sequence = chain.sequence(table.runs(levels[index]))
+            met[index] = (problem.evaluate(sequence).peak_bytes, sequence)
+        return met[index][0] <= budget_bytes
 
     low, high = 0, len(levels) - 1  # peaks fall along the levels, nearly
+    found = False
     while low < high and time.monotonic() < deadline:
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+        fit = fits(middle)
+        found |= fit
+        low, high = (low, middle) if fit else (middle + 1, high)
     for index in range(max(0, low - tries), min(len(levels), low + tries)):
-        if index not in found and (not found or time.monotonic() < deadline):
-            fits(index)
-    return [found[index] for index in sorted(found)]
+        if not found or time.monotonic() < deadline:
+            found |= fits(index)
+    return [met[index] for index in sorted(met)]
 
 
 def usual_counts(problem: PlainProblem, most_nodes: int = 60) -> tuple[int, ...]:
@@ -185,6 +196,7 @@ def rotor(
     options: int = 12,
     slots: int = 400,
     partitioner: str = "chain",
+    lower: bool = True,
 ) -> Answer:
     """The recurrence on the forward as a chain of blocks.
 
@@ -196,11 +208,41 @@ def rotor(
         options: the most options of a block.
         slots: steps in which memory is counted.
         partitioner: name of the partitioner that makes the blocks (see `partitioners`); its lower levels are not used.
+        lower: whether schedules that hold a little too much are lowered to the budget (`lower_all`) where none fits.
     """
     if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:
         return Answer(once(problem), Status.OPTIMAL)
     if not problem.boundary:
         return Answer(None, Status.INFEASIBLE, notes=("no forward node that could be computed again",))
+    notes: list[str] = []
+    found: list[NodeSequence] = []
+    over: list[NodeSequence] = []
+    for chain in chains(problem, deadline, blocks, options, partitioner, notes):
+        near = around(chain, budget_bytes, slots, deadline)
+        fit = [sequence for peak, sequence in near if peak <= budget_bytes]
+        found += fit[:3]
+        over += [sequence for peak, sequence in near if peak > budget_bytes]
+        notes[-1] += ": fits" if fit else ": does not fit"
+    if not found and lower:
+        lowered = lower_all(problem, over, budget_bytes, deadline)
+        notes.append(f"{len(lowered)} of {len(over)} schedules that held too much were lowered")
+        found += lowered
+    best = finish(problem, found, budget_bytes, deadline)
+    if best is None:
+        status = Status.TIMEOUT if time.monotonic() > deadline else Status.INFEASIBLE
+        return Answer(None, status, notes=tuple(notes))
+    return Answer(best, Status.FEASIBLE, notes=tuple(notes))
+
+
+def chains(
+    problem: PlainProblem,
+    deadline: float,
+    blocks: int | Sequence[int] | None = None,
+    options: int = 12,
+    partitioner: str = "chain",
+    notes: list[str] | None = None,
+) -> Iterator[Chain]:
+    """The forward as chains of blocks with their options, one for each number of blocks; `rotor` says what the options mean."""
     known: dict[Hashable, tuple[Option, ...]] = {}
 
     def options_of(_: int, part: PlainProblem) -> tuple[Option, ...]:
@@ -209,8 +251,6 @@ def rotor(
             known[form] = select(keep_options(part, deadline), options)
         return known[form]
 
-    found: list[NodeSequence] = []
-    notes: list[str] = []
     for count in dict.fromkeys([blocks] if isinstance(blocks, int) else blocks or usual_counts(problem)):
         if time.monotonic() > deadline:
             break
@@ -219,13 +259,6 @@ def rotor(
         )
         known_before = len(known)
         chain = link_up(problem, [block.nodes for block in tops], options_of)
-        fit = fitting(chain, budget_bytes, slots, deadline)
-        found += fit[:3]
-        notes.append(
-            f"{len(tops)} blocks, {len(known) - known_before} of them new: {'fits' if fit else 'does not fit'}"
-        )
-    best = finish(problem, found, budget_bytes, deadline)
-    if best is None:
-        status = Status.TIMEOUT if time.monotonic() > deadline else Status.INFEASIBLE
-        return Answer(None, status, notes=tuple(notes))
-    return Answer(best, Status.FEASIBLE, notes=tuple(notes))
+        if notes is not None:
+            notes.append(f"{len(tops)} blocks, {len(known) - known_before} of them new")
+        yield chain
