@@ -52,7 +52,7 @@ def batch_24() -> tuple[ComputationGraph, int]:
 
     Captured at 16 x 1024 in bfloat16: what depends on the batch is half as much again, and parameters take twice as much.
     """
-    with lzma.open(DATA / "graph-gpt2-h100.json.xz", "rt") as file:
+    with lzma.open(DATA / "h100" / "gpt2.json.xz", "rt") as file:
         graph = ComputationGraph.from_dict(json.load(file))
     parameters = {graph.tensors[t].storage for t in graph.inputs if graph.tensors[t].role is not TensorRole.BATCH}
     shapes = {t.shape for t in graph.tensors if t.storage in parameters}
