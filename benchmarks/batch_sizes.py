@@ -121,6 +121,7 @@ class Searched:
         overhead: predicted extra time of the confirming step.
         search_seconds: of the whole search, real steps included.
         plan_seconds: of one plan at ``batch_size``: capture with the first forward, measuring and solving.
+        search_cpu_seconds, plan_cpu_seconds: the same in processor time, which other work on the machine changes less.
     """
 
     name: str
@@ -131,12 +132,19 @@ class Searched:
     batch_size: int
     overhead: float
     search_seconds: float
+    search_cpu_seconds: float
     plan_seconds: float = 0.0
+    plan_cpu_seconds: float = 0.0
 
     @property
     def ratio(self) -> float:
         """Plans that could be made in the time of the search."""
         return self.search_seconds / self.plan_seconds
+
+    @property
+    def cpu_ratio(self) -> float:
+        """The same in processor time."""
+        return self.search_cpu_seconds / self.plan_cpu_seconds
 
 
 class Training(L.LightningModule):
@@ -164,18 +172,18 @@ class TimedFinder(RematBatchSizeFinder):
     """Keeps the seconds that it took."""
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), time.process_time()
         super().on_fit_start(trainer, pl_module)
-        self.seconds = time.perf_counter() - started
+        self.seconds, self.cpu_seconds = time.perf_counter() - started, time.process_time() - worked
 
 
 class TimedPlan(RematCallback):
     """Makes one plan, and keeps the seconds that it took."""
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), time.process_time()
         super().on_fit_start(trainer, pl_module)
-        self.seconds = time.perf_counter() - started
+        self.seconds, self.cpu_seconds = time.perf_counter() - started, time.process_time() - worked
 
 
 class Turns(L.Callback):
@@ -313,16 +321,17 @@ def search(name: str, limit: int) -> Searched:
         found.batch_size,
         found.plan.overhead,
         finder.seconds,
+        finder.cpu_seconds,
     )
 
 
-def plan_seconds(name: str, limit: int, batch_size: int) -> float:
-    """One plan, and nothing else."""
+def plan_seconds(name: str, limit: int, batch_size: int) -> tuple[float, float]:
+    """One plan, and nothing else: its seconds, and those of the processor."""
     network, changes = SEARCHED[name]
     callback = TimedPlan(budget=limit, artifacts=False, plan_only=True)
     train(Training(networks.build(network, **changes), batch_size), [callback])
     assert callback.plan is not None and callback.plan.rematerializes, "nothing was planned"
-    return callback.seconds
+    return callback.seconds, callback.cpu_seconds
 
 
 def in_a_process(*arguments: str) -> Any:
@@ -337,7 +346,7 @@ def in_a_process(*arguments: str) -> Any:
 def search_table(rows: Sequence[Searched]) -> Table:
     """For people."""
     shown = Table(title="The search for the largest batch beside one plan, from empty caches")
-    for title in ("network", "limit", "without", "found", "search", "one plan", "ratio"):
+    for title in ("network", "limit", "without", "found", "search", "one plan", "ratio", "of processor time"):
         shown.add_column(title, justify="left" if title == "network" else "right")
     for row in rows:
         shown.add_row(
@@ -348,6 +357,7 @@ def search_table(rows: Sequence[Searched]) -> Table:
             f"{row.search_seconds:.0f} s",
             f"{row.plan_seconds:.0f} s",
             f"{row.ratio:.2f}",
+            f"{row.cpu_ratio:.2f}",
         )
     return shown
 
@@ -419,7 +429,7 @@ def main() -> int:
         asked = ["--network", name, "--limit", options.limit]
         if options.search:
             row = Searched(**in_a_process(*asked, "--search"))
-            row.plan_seconds = in_a_process(*asked, "--search", "--plan-at", str(row.batch_size))
+            row.plan_seconds, row.plan_cpu_seconds = in_a_process(*asked, "--search", "--plan-at", str(row.batch_size))
             rows.append(row)
             console.print(search_table(rows))
         else:
@@ -433,7 +443,7 @@ def main() -> int:
         "device": "cpu",
         "threads": torch.get_num_threads(),
         "rows": [
-            {**dataclasses.asdict(row), "ratio": row.ratio}
+            {**dataclasses.asdict(row), "ratio": row.ratio, "cpu_ratio": row.cpu_ratio}
             if options.search
             else {**dataclasses.asdict(row), "times": row.times, "holds": row.holds}
             for row in rows

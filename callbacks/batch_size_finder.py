@@ -425,7 +425,8 @@ class _Search:
             batch = self.data.batch(size)
             known = -1
             while len(step.scheduled.plans) > known and not step.scheduled.failures:
-                known = len(step.scheduled.plans)  # a step that counts itself is captured a second time
+                # A step that counts itself is captured a second time, and not while its peak is tracked.
+                known = len(step.scheduled.plans)
                 self._forward(step, batch)
             plan = step.scheduled.last_plan
             for parameter in self.module.parameters():
