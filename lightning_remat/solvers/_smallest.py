@@ -28,6 +28,9 @@ NEARLY = 0.005
 BLOCKWISE = 0.6
 """Share of the time for schedules of chains of blocks."""
 
+SMALL = 200
+"""Nodes of problems that the greedy's schedule is lowered on first."""
+
 SLOTS = 400
 """Steps in which Rotor's recurrence counts memory."""
 
@@ -52,6 +55,8 @@ def find_smallest_sequence(problem: PlainProblem, deadline: float) -> NodeSequen
     def lowest() -> int:
         return min([peak for peak, _, _ in found])
 
+    if len(problem) <= SMALL:  # a moment, and all that a short time allows
+        lower(problem, sequence, deadline)
     orders = [one for one in (other, problem) if one is not None]
     until = time.monotonic() + BLOCKWISE * (deadline - time.monotonic())
     for one in orders:
