@@ -1,12 +1,12 @@
 """The portfolio: what is quick and good on networks first, the cheapest schedules improved, and a bound beside.
 
 "crossing" gives the bound, and schedules that are near it where the moment between forward and backward is what binds. Where
-those are well above it, "moments" has a better bound, and other schedules. "rotor" decides by blocks, which is better where
-the budget is low, and "descent" gives up what is held at the peak, which is best where it is very low; with "hiremate" it is
-asked only while the gap is open. So are "rotor" and "descent" for the problem with its backward in another order (`reorder`),
-where one takes less. The cheapest are where `improve` begins. Graphs of a few hundred nodes get the other quick methods as
-well, those of a few dozen Checkmate's program; larger ones only where nothing was found so far. What was tried, and how it
-went, is in the answer's notes.
+those are well above it, "moments" has a better bound, and other schedules. "rotor" decides by blocks, which is better where the
+budget is low, and "descent" gives up what is held at the peak, which is best where it is very low; with "hiremate" it is asked
+only while the gap is open. So are "rotor" and "descent" for the problem with its backward in another order (`reorder`), if one
+takes less. The cheapest are where `improve` begins. Graphs of a few hundred nodes get the other quick methods as well, those of
+a few dozen Checkmate's program; larger ones only where nothing was found so far. What was tried, and how it went, is in the
+answer's notes.
 """
 
 from __future__ import annotations

@@ -118,9 +118,9 @@ def backward_memory(problem: PlainProblem, order: Sequence[int]) -> list[int]:
     for position, node in enumerate(order):
         own = [v for v in problem.reads[node] if 0 <= problem.producer[v] < problem.boundary]
         over = problem.overwrites[node] if problem.overwrites else ()
-        dying = [v for v in over if problem.producer[v] >= problem.boundary and last[v] == position]
+        dying = [v for v in over if v in own or last[v] == position]  # one of the forward may be, if computed again
         held += sum([problem.nbytes[v] for v in problem.writes[node]])
-        extra = sum([problem.nbytes[v] for v in own]) - sum([problem.nbytes[v] for v in dying[:1]])
+        extra = sum([problem.nbytes[v] for v in own]) - max([problem.nbytes[v] for v in dying], default=0)
         found.append(held + extra + problem.workspace[node])
         for v in {*problem.reads[node], *problem.writes[node]}.difference(own):
             if last.get(v, position) == position:

@@ -17,6 +17,7 @@ from lightning_remat.solvers._descent import beginnings, largest_bytes, lower_pe
 from lightning_remat.solvers._greedy import smallest
 from lightning_remat.solvers._improve import improve
 from lightning_remat.solvers._problem import NodeSequence, PlainProblem, Problem
+from lightning_remat.solvers._prune import required
 from lightning_remat.solvers._registry import Answer, solution_of
 from lightning_remat.solvers._reorder import Reordered, backward_memory, reorder
 from lightning_remat.solvers._rotor import around, chains
@@ -24,6 +25,9 @@ from lightning_remat.solvers._solution import Solution, Status
 
 NEARLY = 0.005
 """Share of the smallest peak by which a cheaper schedule's may be above it, unless no order has a smaller one."""
+
+WORTH = 40.0
+"""How much more than a share of the step's time the same share of the smallest peak counts there."""
 
 BLOCKWISE = 0.6
 """Share of the time for schedules of chains of blocks."""
@@ -68,10 +72,13 @@ def find_smallest_sequence(problem: PlainProblem, deadline: float) -> NodeSequen
         if time.monotonic() > deadline or lowest() <= least:
             break
         lower(one, begin, deadline)
-    peak = lowest()
-    limit = peak if peak <= least else int((1 + NEARLY) * peak)
-    near = [one for held, _, one in found if held <= limit]
-    filled = finish(problem, near, limit, max(deadline, time.monotonic() + 0.5))
+    peak = limit = lowest()
+    if peak > least:
+        step = sum([problem.seconds[node] for node in required(problem)])
+        near = [one for one in found if one[0] <= (1 + NEARLY) * peak]
+        limit = min(near, key=lambda one: one[1] + WORTH * (one[0] / peak - 1) * step)[0]
+    fits = [one for held, _, one in found if held <= limit]
+    filled = finish(problem, fits, limit, max(deadline, time.monotonic() + 0.5))
     assert filled is not None
     return filled
 
