@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -25,6 +26,8 @@ from transformers import (
     GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -168,24 +171,19 @@ def mask(*shape: int, padded: bool = False, left: bool = False) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_bits_are_equal_with_and_without_padding(name: str) -> None:
+def test_bits_and_masks_are_equal_with_and_without_padding(name: str) -> None:
     pair = Pair(MODELS[name])
     assert pair.same(shape=(3, 24))
-    for padded, left in [
-        (False, False),
-        (True, False),
-        (False, False),
-        (False, True),
-    ]:  # two come back to what is captured
+    unmasked = not any(pair.masks)
+    # The last two come back to what is captured.
+    for padded, left in [(False, False), (True, False), (False, False), (False, True)]:
         assert pair.same(shape=(3, 24), attention_mask=mask(3, 24, padded=padded, left=left))
+        assert pair.masks == [padded or left] or name not in UNMASKED
+    assert unmasked or name not in UNMASKED
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral, wide window", "gemma", "gpt2", "bert"])
-def test_attention_gets_no_mask_where_nothing_is_masked(name: str) -> None:
-    pair = Pair(MODELS[name])
-    assert pair.same(shape=(3, 24)) and not pair.has_mask
-    assert pair.same(shape=(3, 24), attention_mask=mask(3, 24)) and not pair.has_mask
-    assert pair.same(shape=(3, 24), attention_mask=mask(3, 24, padded=True)) and pair.has_mask
+UNMASKED = {"llama", "mistral, wide window", "gemma", "gpt2", "bert"}
+"""Models that have one attention, which is handed no mask where nothing is masked, in all releases."""
 
 
 class OwnAttention(nn.Module):
@@ -213,6 +211,20 @@ def test_what_older_models_ask(window: int | None) -> None:
         assert pair.same(shape=(3, 24), attention_mask=mask(3, 24, padded=padded))
         assert pair.masks == ([padded, padded] if window != 8 else [padded, True])
     assert len(pair.step.plans) == 2
+
+
+@pytest.mark.skipif(
+    not hasattr(masking_utils, "create_recurrent_attention_mask"),
+    reason=f"transformers {transformers.__version__}: each recurrent model decides for itself",
+)
+def test_recurrent_layers_get_no_mask_where_nothing_is_masked() -> None:
+    layers = {**SIZES, "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    pair = Pair(lambda: Lfm2ForCausalLM(Lfm2Config(**layers, num_key_value_heads=2, use_cache=False)))
+    assert pair.same(shape=(3, 24))
+    for padded in (False, True):
+        assert pair.same(shape=(3, 24), attention_mask=mask(3, 24, padded=padded))
+    without, whole, padded = (sum("aten.mul" in op.target for op in plan.graph.ops) for plan in pair.step.plans)
+    assert without == whole < padded  # a mask is multiplied with
 
 
 def test_any_mask() -> None:
