@@ -15,6 +15,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -186,6 +187,19 @@ UNMASKED = {"llama", "mistral, wide window", "gemma", "gpt2", "bert"}
 """Models that have one attention, which is handed no mask where nothing is masked, in all releases."""
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_flash_attention_stays_flash_attention() -> None:
+    torch.manual_seed(0)
+    model = gpt2().to("cuda", torch.bfloat16).train()
+    step = lightning_remat.rematerialize(model, budget=1.0)
+    ids = torch.randint(3, WORDS, (3, 24), device="cuda")
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # it takes no mask
+        for handed in (None, torch.ones_like(ids)):
+            step(input_ids=ids, labels=ids, attention_mask=handed).loss.backward()
+            assert any("scaled_dot_product_flash_attention" in op.target for op in step.plans[-1].graph.ops)
+
+
 class OwnAttention(nn.Module):
     """Asks for its masks as models of older releases do."""
 
@@ -233,9 +247,9 @@ def test_any_mask() -> None:
     @settings(max_examples=20, deadline=None)
     @given(masked=st.sets(st.integers(0, 3 * 24 - 1), max_size=3))
     def check(masked: set[int]) -> None:
-        given = mask(3, 24)
-        given.view(-1)[list(masked)] = 0
-        assert pair.same(shape=(3, 24), attention_mask=given) and pair.has_mask == bool(masked)
+        handed = mask(3, 24)
+        handed.view(-1)[list(masked)] = 0
+        assert pair.same(shape=(3, 24), attention_mask=handed) and pair.has_mask == bool(masked)
 
     check()
     assert len(pair.step.plans) == 2
