@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -25,6 +27,8 @@ from transformers import (
     GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -168,24 +172,32 @@ def mask(*shape: int, padded: bool = False, left: bool = False) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_bits_are_equal_with_and_without_padding(name: str) -> None:
+def test_bits_and_masks_are_equal_with_and_without_padding(name: str) -> None:
     pair = Pair(MODELS[name])
     assert pair.same(shape=(3, 24))
-    for padded, left in [
-        (False, False),
-        (True, False),
-        (False, False),
-        (False, True),
-    ]:  # two come back to what is captured
+    unmasked = not any(pair.masks)
+    # The last two come back to what is captured.
+    for padded, left in [(False, False), (True, False), (False, False), (False, True)]:
         assert pair.same(shape=(3, 24), attention_mask=mask(3, 24, padded=padded, left=left))
+        assert pair.masks == [padded or left] or name not in UNMASKED
+    assert unmasked or name not in UNMASKED
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral, wide window", "gemma", "gpt2", "bert"])
-def test_attention_gets_no_mask_where_nothing_is_masked(name: str) -> None:
-    pair = Pair(MODELS[name])
-    assert pair.same(shape=(3, 24)) and not pair.has_mask
-    assert pair.same(shape=(3, 24), attention_mask=mask(3, 24)) and not pair.has_mask
-    assert pair.same(shape=(3, 24), attention_mask=mask(3, 24, padded=True)) and pair.has_mask
+UNMASKED = {"llama", "mistral, wide window", "gemma", "gpt2", "bert"}
+"""Models that have one attention, which is handed no mask where nothing is masked, in all releases."""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_flash_attention_stays_flash_attention() -> None:
+    torch.manual_seed(0)
+    model = gpt2().to("cuda", torch.bfloat16).train()
+    step = lightning_remat.rematerialize(model, budget=1.0)
+    ids = torch.randint(3, WORDS, (3, 24), device="cuda")
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # it takes no mask
+        for handed in (None, torch.ones_like(ids)):
+            step(input_ids=ids, labels=ids, attention_mask=handed).loss.backward()
+            assert any("scaled_dot_product_flash_attention" in op.target for op in step.plans[-1].graph.ops)
 
 
 class OwnAttention(nn.Module):
@@ -215,15 +227,29 @@ def test_what_older_models_ask(window: int | None) -> None:
     assert len(pair.step.plans) == 2
 
 
+@pytest.mark.skipif(
+    not hasattr(masking_utils, "create_recurrent_attention_mask"),
+    reason=f"transformers {transformers.__version__}: each recurrent model decides for itself",
+)
+def test_recurrent_layers_get_no_mask_where_nothing_is_masked() -> None:
+    layers = {**SIZES, "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    pair = Pair(lambda: Lfm2ForCausalLM(Lfm2Config(**layers, num_key_value_heads=2, use_cache=False)))
+    assert pair.same(shape=(3, 24))
+    for padded in (False, True):
+        assert pair.same(shape=(3, 24), attention_mask=mask(3, 24, padded=padded))
+    without, whole, padded = (sum("aten.mul" in op.target for op in plan.graph.ops) for plan in pair.step.plans)
+    assert without == whole < padded  # a mask is multiplied with
+
+
 def test_any_mask() -> None:
     pair = Pair(MODELS["llama"])
 
     @settings(max_examples=20, deadline=None)
     @given(masked=st.sets(st.integers(0, 3 * 24 - 1), max_size=3))
     def check(masked: set[int]) -> None:
-        given = mask(3, 24)
-        given.view(-1)[list(masked)] = 0
-        assert pair.same(shape=(3, 24), attention_mask=given) and pair.has_mask == bool(masked)
+        handed = mask(3, 24)
+        handed.view(-1)[list(masked)] = 0
+        assert pair.same(shape=(3, 24), attention_mask=handed) and pair.has_mask == bool(masked)
 
     check()
     assert len(pair.step.plans) == 2

@@ -66,7 +66,7 @@ def masks_as_in_eager_mode() -> Iterator[None]:
             stack.enter_context(_replaced(library, known))
         stack.enter_context(_replaced(TorchInGraphFunctionVariable._get_handlers(), {torch.all: _all_function}))
         before = TensorVariable.call_method
-        TensorVariable.call_method = _call_method  # type: ignore[method-assign, assignment]
+        TensorVariable.call_method = _call_method  # type: ignore[assignment, method-assign]
         stack.callback(setattr, TensorVariable, "call_method", before)
         yield
 
