@@ -69,7 +69,7 @@ def over_prediction(plan: Plan, peak: PeakMemory, measured_bytes: int) -> str:
     return (
         f"a step of {plan.graph.name or 'the scheduled function'} took {' and '.join(over)}, so that it may be over its budget "
         f"of {plan.budget_bytes:,}. If something of your own holds memory during the step, name its size as "
-        "RematCallback(reserve=...); otherwise please report this, with the plan that is saved as remat/plan-*.json in the log "
+        "RematCallback(reserve=...). Cost models other than 'profile' know no workspaces. Otherwise please report this, with the plan that is saved as remat/plan-*.json in the log "
         f"directory, torch {torch.__version__}, and the device's name"
     )
 

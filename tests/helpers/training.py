@@ -156,8 +156,10 @@ def fit(
 
 
 def callback(budget: Any = 0.4, **options: Any) -> RematCallback:
-    """The callback without measurements and with a quick solver: what a plan is like has tests of its own."""
-    quick = {"cost_model": "unit", "measure": False, "artifacts": False}
+    """The callback without measurements, unless asked for, and with a quick solver: what a plan is like has tests of its own."""
+    # What is measured is compared with what was predicted, workspaces among it.
+    model = "profile" if options.get("measure") else "unit"
+    quick = {"cost_model": model, "measure": False, "artifacts": False}
     return RematCallback(budget, **{**quick, **({} if {"solver", "time_limit"} & options.keys() else QUICK), **options})
 
 
