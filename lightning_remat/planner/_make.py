@@ -24,6 +24,9 @@ Progress = Callable[[str], None]
 FIRST_SECONDS = 2.0
 """Time limit of the first plan, where a better one is searched for in the background."""
 
+SMALLEST_SHARE = 0.5
+"""Share of the time limit for finding the smallest peak where the rest is for a cheaper schedule at it."""
+
 
 def make_plan(
     graph: ComputationGraph,
@@ -62,7 +65,8 @@ def make_plan(
     def smallest() -> Solution:
         if not found_smallest:
             say("looking for the smallest peak")
-            found_smallest.append(find_smallest(graph, config.time_limit))
+            share = SMALLEST_SHARE if budget.kind is BudgetKind.MIN else 1.0
+            found_smallest.append(find_smallest(graph, share * config.time_limit))
         return found_smallest[0]
 
     known: Solution | None = None
@@ -88,7 +92,8 @@ def make_plan(
     elif budget.kind is BudgetKind.MIN:
         say("solving")
         least = smallest()
-        solution = solve(graph, budget_bytes, config.solver, config.time_limit, known=least, **config.solver_options)
+        left = max(config.time_limit - least.solve_seconds, (1 - SMALLEST_SHARE) * config.time_limit)
+        solution = solve(graph, budget_bytes, config.solver, left, known=least, **config.solver_options)
         interrupted = INTERRUPTED in solution.notes
     else:
         say("solving")
