@@ -153,3 +153,16 @@ def test_an_interrupt_while_improving_keeps_the_best_so_far(monkeypatch: pytest.
     monkeypatch.setattr(_auto, "EXACT_UP_TO", 0)
     solution = solve(unit_chain(24), 8, "auto")
     assert solution.schedule is not None and INTERRUPTED in solution.notes
+
+
+@pytest.mark.parametrize("method", ["auto", "no_remat"])
+def test_a_known_solution_is_gone_on_from_and_kept_where_nothing_is_cheaper(method: str) -> None:
+    graph = unit_chain(60)
+    known = solve(graph, 24, "rotor")
+    assert known.schedule is not None
+    found = solve(graph, 24, method, known=known)
+    assert found.schedule is not None and found.seconds <= known.seconds
+    assert verify(graph, found.schedule, 24) <= 24
+    assert "known" not in found.options
+    if method == "no_remat":
+        assert found.schedule == known.schedule and found.status is Status.FEASIBLE

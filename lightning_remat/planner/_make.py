@@ -27,6 +27,9 @@ Progress = Callable[[str], None]
 FIRST_SECONDS = 2.0
 """Time limit of the first plan, where a better one is searched for in the background."""
 
+SMALLEST_SHARE = 0.5
+"""Share of the time limit for finding the smallest peak where the rest is for a cheaper schedule at it."""
+
 
 @dataclasses.dataclass(frozen=True)
 class AtHand:
@@ -84,7 +87,8 @@ def make_plan(
     def smallest() -> Solution:
         if not found_smallest:
             say("looking for the smallest peak")
-            found_smallest.append(find_smallest(graph, config.time_limit))
+            share = SMALLEST_SHARE if budget.kind is BudgetKind.MIN else 1.0
+            found_smallest.append(find_smallest(graph, share * config.time_limit))
         return found_smallest[0]
 
     file: Path | None = None
@@ -168,7 +172,8 @@ def _solution(
     """
     if parse_budget(config.budget).kind is BudgetKind.MIN:
         least = smallest()
-        solution = solve(graph, within, config.solver, config.time_limit, known=least, **config.solver_options)
+        left = max(config.time_limit - least.solve_seconds, (1 - SMALLEST_SHARE) * config.time_limit)
+        solution = solve(graph, within, config.solver, left, known=least, **config.solver_options)
         return solution, INTERRUPTED in solution.notes
     limits = [min(FIRST_SECONDS, config.time_limit)] if config.background else []
     for limit in (*limits, config.time_limit):
