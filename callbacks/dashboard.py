@@ -69,8 +69,8 @@ def over_prediction(plan: Plan, peak: PeakMemory, measured_bytes: int) -> str:
     return (
         f"a step of {plan.graph.name or 'the scheduled function'} took {' and '.join(over)}, so that it may be over its budget "
         f"of {plan.budget_bytes:,}. If something of your own holds memory during the step, name its size as "
-        "RematCallback(reserve=...). Cost models other than 'profile' know no workspaces. Otherwise please report this, with the plan that is saved as remat/plan-*.json in the log "
-        f"directory, torch {torch.__version__}, and the device's name"
+        "RematCallback(reserve=...). Cost models other than 'profile' know no workspaces. Otherwise please report this, with "
+        f"the plan that is saved as remat/plan-*.json in the log directory, torch {torch.__version__}, and the device's name"
     )
 
 

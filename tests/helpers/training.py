@@ -156,7 +156,7 @@ def fit(
 
 
 def callback(budget: Any = 0.4, **options: Any) -> RematCallback:
-    """The callback without measurements, unless asked for, and with a quick solver: what a plan is like has tests of its own."""
+    """The callback, quick: no measurements unless asked for, and the greedy solver. What a plan is like has its own tests."""
     # What is measured is compared with what was predicted, workspaces among it.
     model = "profile" if options.get("measure") else "unit"
     quick = {"cost_model": model, "measure": False, "artifacts": False}
