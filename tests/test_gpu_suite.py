@@ -408,6 +408,7 @@ def test_rows_beside_peers_are_judged() -> None:
     assert judged(error="its process ended with exit code -11")["faults"] == [CRASHED]
 
 
+@pytest.mark.slow  # collects all tests in a process of its own
 def test_the_tests_are_cases() -> None:
     """One that takes the process down does not hide the others, and a file without any is one that fails."""
     settings = dataclasses.replace(DRY, test_files=("tests/helpers/gpu_cases.py", "tests/helpers/failing.py"))
