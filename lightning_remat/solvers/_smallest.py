@@ -68,7 +68,7 @@ def find_smallest_sequence(problem: PlainProblem, deadline: float) -> NodeSequen
             if time.monotonic() < until:
                 lower(one, start, until)
     others = ((one, start) for one in orders for start in beginnings(one, deadline))
-    for one, begin in itertools.chain([(problem, sequence)], others):
+    for one, begin in itertools.chain([] if len(problem) <= SMALL else [(problem, sequence)], others):
         if time.monotonic() > deadline or lowest() <= least:
             break
         lower(one, begin, deadline)
