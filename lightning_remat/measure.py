@@ -231,7 +231,9 @@ def _watch_releases(changes: list[_Change]) -> list[weakref.ref[torch.UntypedSto
         if issubclass(type(thing), torch.Tensor):
             for tensor in (thing, thing.grad if thing.is_leaf else None):
                 for storage in _storages(tensor) if tensor is not None else ():
-                    if storage.device.type == "cpu" and not storage.is_shared():
+                    # Whatever tensors there are in the process: a subclass may answer with what is no storage.
+                    ours = isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu"
+                    if ours and not storage.is_shared():
                         storages[id(storage)] = storage
     return [weakref.ref(storage, partial(note, -storage.nbytes())) for storage in storages.values()]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -137,6 +138,16 @@ def test_a_running_profiler_is_left_alone() -> None:
     assert peak.peak_bytes is None and "another torch profiler" in peak.reason
     assert "aten::neg" in {event.key for event in users.key_averages()}
     assert peak_memory(lambda: mebibyte("cpu"), "cpu") == MIB
+
+
+def test_tensors_elsewhere_in_the_process_may_be_of_any_kind() -> None:
+    class Odd(torch.Tensor):
+        def untyped_storage(self) -> SimpleNamespace:  # type: ignore[override]
+            return SimpleNamespace(device=torch.device("cpu"), nbytes=lambda: 4)
+
+    kept = torch.ones(1).as_subclass(Odd)
+    assert peak_memory(lambda: mebibyte("cpu"), "cpu") == MIB
+    assert type(kept) is Odd
 
 
 def test_a_profiler_that_waits_or_warms_up_is_left_alone() -> None:
