@@ -20,10 +20,13 @@ from lightning_remat.capture._sizes import Sizes, Symbol, size_node, symbols_amo
 from lightning_remat.capture._torch import (
     HigherOrderOperator,
     OpOverload,
+    argument_of,
     calls_cudnn,
     hint,
     largest,
+    made_of,
     output_of_tangent,
+    overwritten,
 )
 from lightning_remat.errors import CaptureError
 from lightning_remat.graph import ComputationGraph, Op, Phase, Tensor, TensorRole
@@ -56,6 +59,9 @@ class CapturedGraph:
         tangents: placeholders handed to the backward.
         forward_outputs: what the forward module returns to AOTAutograd (nodes, or plain values).
         backward_outputs: what the backward module returns.
+        arguments: the position, among the captured function's arguments, of each of ``primals``; ``None`` for one that is made
+            of arguments and is none (see `capture._torch.argument_of`).
+        gradient_arguments: of each of ``backward_outputs``, the position of the argument whose gradient it is, likewise.
         sizes: what the symbolic sizes stand for, here.
         symbols: those that sizes of tensors depend on, and their nodes among ``primals``.
         device: where most of the step's bytes are.
@@ -73,6 +79,8 @@ class CapturedGraph:
     tangents: tuple[Node, ...]
     forward_outputs: tuple[Any, ...]
     backward_outputs: tuple[Any, ...]
+    arguments: tuple[int | None, ...]
+    gradient_arguments: tuple[int | None, ...]
     sizes: Sizes
     symbols: dict[Symbol, Node]
     device: torch.device
@@ -155,7 +163,7 @@ class CapturedGraph:
         return frozenset(primal for _, primal in _new_values(self.module.graph, self.forward_outputs))
 
     def gradients_without(self, outputs: frozenset[int]) -> frozenset[int]:
-        """Positions of the gradients that come through nothing but these outputs (positions among the function's own)."""
+        """The gradients, as positions in ``backward_outputs``, that come through nothing but these outputs of the function."""
         missing = {node for node in self.tangents if output_of_tangent(node) in outputs}
         through: dict[Node, set[Node]] = {node: {node} for node in self.tangents}
         for node in self.module.graph.nodes:
@@ -186,10 +194,11 @@ def from_joint(
         module: the joint graph module; it is rewritten in place.
         num_fwd_outputs: how many of its outputs are the forward's.
         static_inputs: positions of the primals that are parameters or buffers.
-        parameters: for each primal, whether it is a parameter (missing ones are told apart by ``static_inputs`` alone).
+        parameters: for each argument of the captured function, whether it is a parameter (missing ones are told apart by
+            ``static_inputs`` alone).
         name: of the graph, for people.
         autocast: what autocast did while the graph was captured.
-        hand_over: by the position of a primal, what is given its gradient as soon as that is made, and the position. The
+        hand_over: by the position of an argument, what is given its gradient as soon as that is made, and the position. The
             gradient is held no longer; what comes back is returned in its place.
 
     Raises:
@@ -419,10 +428,9 @@ def _hand_over_gradients(
     """Gradients go to these functions where they are made; what they return is returned instead."""
     output = graph.output_node()
     outputs = list(output.args[0])  # type: ignore[arg-type]
-    for position, function in hand_over.items():
-        place = num_fwd_outputs + position
-        gradient = outputs[place]
-        if not is_tensor(gradient) or gradient.op != "call_function" or outputs.count(gradient) > 1:
+    for place, position in enumerate(_gradient_arguments(graph, num_fwd_outputs), num_fwd_outputs):
+        function, gradient = hand_over.get(position) if position is not None else None, outputs[place]
+        if function is None or not is_tensor(gradient) or gradient.op != "call_function" or outputs.count(gradient) > 1:
             continue
         with graph.inserting_after(gradient):
             handed = graph.call_function(function, (gradient, position))
@@ -456,11 +464,39 @@ def _updated_in_place(graph: torch.fx.Graph, forward_outputs: Sequence[Any]) -> 
 
 def _new_values(graph: torch.fx.Graph, forward_outputs: Sequence[Any]) -> list[tuple[Node, Node]]:
     """Forward outputs that are new values of primals, and those primals: AOTAutograd copies them when the forward ends."""
-    primals = [n for n in graph.nodes if n.op == "placeholder" and "tangents" not in str(n.target)]
-    descriptions = graph.output_node().meta.get("desc") or ()
-    written = [getattr(getattr(d, "mutated_input", None), "idx", None) for d in descriptions]
-    pairs = zip(forward_outputs, written, strict=False)
-    return [(value, primals[i]) for value, i in pairs if i is not None and isinstance(value, Node)]
+    primals = {node.meta.get("desc"): node for node in graph.nodes if node.op == "placeholder"}
+    found = []
+    for value, description in zip(forward_outputs, graph.output_node().meta.get("desc") or (), strict=False):
+        written = overwritten(description)
+        if written is None or not isinstance(value, Node):
+            continue
+        if written not in primals:
+            raise CaptureError(
+                f"{value.name} is the new value of {written.expr()}, which is no input of the captured graph"
+            )
+        found.append((value, primals[written]))
+    return found
+
+
+def _primals_and_tangents(graph: torch.fx.Graph) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    tangents = tuple(n for n in placeholders if "tangents" in str(n.target))
+    return tuple(n for n in placeholders if n not in tangents), tangents
+
+
+def _primal_arguments(primals: Sequence[Node], of: Callable[[Any], int | None]) -> tuple[int | None, ...]:
+    """For each primal, the position of an argument; they are in the same order where nothing describes them."""
+    if not any("desc" in node.meta for node in primals):
+        return tuple(range(len(primals)))
+    return tuple(of(node.meta.get("desc")) for node in primals)
+
+
+def _gradient_arguments(graph: torch.fx.Graph, num_fwd_outputs: int) -> tuple[int | None, ...]:
+    """For each output of the backward, the position of the argument whose gradient it is."""
+    output = graph.output_node()
+    count = len(output.args[0]) - num_fwd_outputs  # type: ignore[arg-type]
+    descriptions = output.meta.get("desc")
+    return tuple(map(argument_of, descriptions[num_fwd_outputs:])) if descriptions else tuple(range(count))
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------
@@ -495,10 +531,10 @@ class _Reader:
         self.module = module
         self.forward_outputs, self.backward_outputs = forward_outputs, backward_outputs
         self.handed_out = {node for node in (*forward_outputs, *backward_outputs) if isinstance(node, Node)}
-        self.static_inputs, self.parameters, self.name = static_inputs, parameters, name
-        placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
-        self.tangents = tuple(n for n in placeholders if "tangents" in str(n.target))
-        self.primals = tuple(n for n in placeholders if n not in self.tangents)
+        self.static_inputs, self.name = static_inputs, name
+        self.primals, self.tangents = _primals_and_tangents(module.graph)
+        sources = _primal_arguments(self.primals, made_of)
+        self.parameters = [i is not None and i < len(parameters) and parameters[i] for i in sources]
         self.tensor_list: list[Tensor] = []
         self.tensor_nodes: list[Node | None] = []
         self.node_tensor: dict[Node, int] = {}
@@ -586,6 +622,8 @@ class _Reader:
             tangents=self.tangents,
             forward_outputs=self.forward_outputs,
             backward_outputs=self.backward_outputs,
+            arguments=_primal_arguments(self.primals, argument_of),
+            gradient_arguments=_gradient_arguments(self.module.graph, len(self.forward_outputs)),
             sizes=self.sizes,
             symbols={symbol: node for symbol, node in self.symbols.items() if symbol in self.symbols_seen},
             device=device,
@@ -602,7 +640,7 @@ class _Reader:
         return max(totals, key=lambda device: totals[device]) if totals else torch.device("cpu")
 
     def _role(self, index: int) -> TensorRole:
-        if index < len(self.parameters) and self.parameters[index]:
+        if self.parameters[index]:
             return TensorRole.PARAMETER
         return TensorRole.BUFFER if index in self.static_inputs else TensorRole.BATCH
 
@@ -613,7 +651,7 @@ class _Reader:
         transient: list[int] = []
         for index, node in enumerate(self.forward_outputs):
             if is_tensor(node):
-                mutation = index < len(descriptions) and hasattr(descriptions[index], "mutated_input")
+                mutation = index < len(descriptions) and overwritten(descriptions[index]) is not None
                 (transient if mutation else user).append(self.node_tensor[node])
         return tuple(dict.fromkeys(user)), tuple(dict.fromkeys(transient))
 

@@ -19,7 +19,9 @@ What is used and why:
   runs, op by op, with the number of each in autograd's graph: by it an op of a backward is known to be that of a forward.
 * ``torch.utils._sympy``: the arithmetic of symbolic sizes, as numbers and as nodes of a graph.
 * ``fx.experimental._config``: sizes that happen to be equal are told apart.
-* AOTAutograd's descriptors of inputs and outputs: which output a tangent belongs to, and what is written back.
+* AOTAutograd's descriptors of inputs and outputs: which argument a primal or a gradient belongs to (it makes one primal of
+  arguments that share memory, several of a tensor subclass, and puts others first), which output a tangent, and what is
+  written back.
 * ``_accelerator_setAllocatorSettings``: expandable segments are switched on while a scheduled step runs.
 * ``_dynamo.config``: the recompile limit, logging calls and DDP's graph splitting are set while a step runs, and put back.
 """
@@ -57,7 +59,15 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd.descriptors import IntermediateBaseAOTOutput, PlainAOTOutput
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    IntermediateBaseAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+)
 from torch._guards import Source
 from torch._inductor import config as inductor_config
 from torch._ops import HigherOrderOperator, OpOverload
@@ -796,11 +806,44 @@ def output_of_tangent(node: torch.fx.Node) -> int | None:
     return output.idx if isinstance(output, PlainAOTOutput) else None
 
 
+def argument_of(description: Any) -> int | None:
+    """The position, among the arguments of a captured function, of what a description of a primal or a gradient is about.
+
+    ``None`` for what AOTAutograd has made of arguments: one base of several that share memory and of which one is written
+    to, the parts of a tensor subclass.
+    """
+    if isinstance(description, GradAOTOutput):
+        description = description.grad_of
+    return description.idx if isinstance(description, PlainAOTInput) else None
+
+
+def made_of(description: Any) -> int | None:
+    """The position of the argument (the first of several) that a primal is, or is made of; ``None`` for what is no argument."""
+    while not isinstance(description, PlainAOTInput):
+        outer = getattr(description, "base_of", None) or getattr(description, "base", None)
+        if outer is None:
+            return None
+        description = outer
+    return description.idx
+
+
+def overwritten(description: Any) -> Any:
+    """The description of the primal that an output is the new value of; ``None`` for other outputs."""
+    if isinstance(description, SubclassGetAttrAOTOutput):
+        whole = overwritten(description.base)
+        return None if whole is None else SubclassGetAttrAOTInput(whole, description.attr)
+    return description.mutated_input if isinstance(description, InputMutationAOTOutput) else None
+
+
 def copied(value: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides."""
+    """A copy with the same strides, those of an expanded tensor too."""
     with torch.no_grad():
-        copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-        return copy.copy_(value)
+        once = value
+        for dim, stride in enumerate(value.stride()):
+            if stride == 0:
+                once = once.narrow(dim, 0, min(1, once.size(dim)))
+        copy = torch.empty_strided(once.shape, once.stride(), dtype=value.dtype, device=value.device)
+        return copy.copy_(once).expand(value.shape)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ on the way, it is added inside of the backward, by the operation that autograd w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -18,12 +18,13 @@ class Accumulator:
     """What the backward of one captured graph hands its gradients to.
 
     Args:
-        inputs: of the graph, when it is captured.
+        inputs: the captured function's arguments, when it is captured.
 
     Attributes:
         positions: of the parameters among them whose gradients may be added here.
         alone: whether the present call's gradients come from this graph alone; otherwise they are returned to autograd.
-        hand_over: takes each gradient as soon as it is made, by the parameter's position (see `capture.from_joint`).
+        hand_over: takes each gradient as soon as it is made, by the parameter's position among the arguments (see
+            `capture.from_joint`).
     """
 
     def __init__(self, inputs: Sequence[object]) -> None:
@@ -38,7 +39,7 @@ class Accumulator:
             self.positions, accumulate_grad
         )
 
-    def begin(self, parameters: Mapping[int, torch.nn.Parameter], dropped: frozenset[int]) -> None:
+    def begin(self, parameters: Mapping[int, torch.nn.Parameter], dropped: Collection[int | None]) -> None:
         """A backward begins, with these parameters by position; gradients at ``dropped`` are none."""
         self._parameters = {
             position: parameter

@@ -31,7 +31,7 @@ class MovingBuffers:
 
     Args:
         captured: the graph.
-        inputs: what it was captured with.
+        inputs: what it was captured with: the arguments of the captured function.
 
     Attributes:
         planned_bytes: what the graph's plan has room for; who makes a plan sets it.
@@ -39,7 +39,8 @@ class MovingBuffers:
 
     def __init__(self, captured: CapturedGraph, inputs: Sequence[Any]) -> None:
         self.planned_bytes = 0
-        self._names = [str(node.target) for node in captured.primals]
+        self._arguments = captured.arguments
+        self._names = {i: str(node.target) for i, node in zip(captured.arguments, captured.primals, strict=True)}
         self._held = {
             i
             for i, value in enumerate(inputs)
@@ -50,7 +51,9 @@ class MovingBuffers:
 
     def add(self, plan: int, captured: CapturedGraph, schedule: Schedule) -> None:
         """One more plan, by its number."""
-        self._read_again[plan] = [i for i in read_again(captured, schedule) if i in self._held]
+        # What is made of several arguments is written to by the step itself, or a part of a tensor subclass, as weights are.
+        again = (self._arguments[primal] for primal in read_again(captured, schedule))
+        self._read_again[plan] = [i for i in again if i in self._held]
 
     @property
     def unplanned_bytes(self) -> int:

@@ -790,7 +790,8 @@ class ScheduledStep:
             graph.dropped[unused] = graph.captured.gradients_without(unused) if unused else frozenset()
         graph.exchange.dropped = graph.dropped[unused]
         if graph.accumulator is not None:
-            graph.accumulator.begin(added, graph.dropped[unused])
+            gradients = graph.captured.gradient_arguments
+            graph.accumulator.begin(added, {gradients[i] for i in graph.dropped[unused]})
         if internals.needs_kept(node):
             self._give_up(
                 "two backwards come through one captured graph, each from a part of its outputs (such as one generated batch "
