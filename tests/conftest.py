@@ -21,7 +21,9 @@ if importlib.util.find_spec("hypothesis"):
 
 # Processes that share the tests share the cores too.
 if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
-    torch.set_num_threads(max(1, torch.get_num_threads() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])))
+    threads = max(1, torch.get_num_threads() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
+    torch.set_num_threads(threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of the processes that tests start
 
 
 @pytest.fixture(autouse=True)
