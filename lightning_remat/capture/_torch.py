@@ -22,6 +22,7 @@ What is used and why:
 * AOTAutograd's descriptors of inputs and outputs: which argument a primal or a gradient belongs to (it makes one primal of
   arguments that share memory, several of a tensor subclass, and puts others first), which output a tangent, and what is
   written back.
+* ``TracingContext``: AOTAutograd's notes on what a forward saves, which hold for its first version only (see `Exchange`).
 * ``_accelerator_setAllocatorSettings``: expandable segments are switched on while a scheduled step runs.
 * ``_dynamo.config``: the recompile limit, logging calls and DDP's graph splitting are set while a step runs, and put back.
 """
@@ -68,7 +69,7 @@ from torch._functorch._aot_autograd.descriptors import (
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
 )
-from torch._guards import Source
+from torch._guards import Source, TracingContext
 from torch._inductor import config as inductor_config
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -457,9 +458,10 @@ class Exchange:
     """What AOTAutograd runs for one captured graph: one of several versions of it, each a forward and its backward.
 
     AOTAutograd asks how many outputs and sizes a forward has, but not how many tensors it saves, so that versions may save
-    different ones. (It would note which of the first version's have symbolic sizes: it is not told what they are.) Each forward
-    saves its version's number too, and the backward is that of the forward that saved for it, however many calls wait for
-    theirs. One thread at a time may call it.
+    different ones. (It would note which of the first version's have symbolic sizes: it is not told what they are. And since
+    torch 2.14 it notes which of them are inputs, not to make aliases of these: it is told that none are, as before.) Each
+    forward saves its version's number too, and the backward is that of the forward that saved for it, however many calls wait
+    for theirs. One thread at a time may call it.
 
     Attributes:
         current: the version that the next forward runs.
@@ -473,6 +475,8 @@ class Exchange:
         self.observe: ObserveNode | None = None
         self._versions: list[tuple[_Runner, _Runner, torch.Tensor]] = []
         self._returned = self._sizes = -1
+        self._most_saved = 0
+        self._inputs_saved: list[bool] = []
 
     def add(self, modules: Modules) -> int:
         """One more version; returns its number."""
@@ -488,7 +492,17 @@ class Exchange:
         with real_tensors():
             mark = torch.tensor(number, device="cpu")
         self._versions.append((_Runner(modules.forward), _Runner(modules.backward), mark))
+        self._most_saved = max(self._most_saved, len(outputs) - modules.returned - modules.sizes + 1)
+        self._note_inputs()
         return number
+
+    def noted_by(self, metadata: Any) -> None:
+        """What AOTAutograd will ask at run time of the first version is to hold for all versions."""
+        self._inputs_saved = getattr(metadata, "saved_tensor_is_graph_input", [])
+        self._note_inputs()
+
+    def _note_inputs(self) -> None:
+        self._inputs_saved[:] = [False] * self._most_saved
 
     def forward(self, args: list[Any]) -> tuple[Any, ...]:
         """The current version's forward."""
@@ -531,6 +545,9 @@ def aot_backend(
 
     def compiler(run: Callable[[list[Any]], Any]) -> Callable[..., Callable[[list[Any]], Any]]:
         def compiled(_module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+            if run == exchange.forward:
+                exchange.noted_by(TracingContext.get().fw_metadata)
+
             def call(args: list[Any]) -> Any:
                 return run(args)
 
