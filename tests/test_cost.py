@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
-import os
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -557,13 +556,16 @@ def test_a_full_disk_leaves_the_old_file(
 ) -> None:
     cache = CostCache(tmp_path)
     cache.store(CPU, [mm(2, 2, 2)], [OpCost(1.0, 2)])
-    real = os.fdopen
+    real = Path.open
 
-    def full(handle: int, *args: Any, **kwargs: Any) -> Any:
-        real(handle, *args, **kwargs).close()
-        raise OSError(28, "No space left on device")
+    def full(path: Path, mode: str = "r", **kwargs: Any) -> Any:
+        file = real(path, mode, **kwargs)
+        if mode == "x":
+            file.close()
+            raise OSError(28, "No space left on device")
+        return file
 
-    monkeypatch.setattr(os, "fdopen", full)
+    monkeypatch.setattr(Path, "open", full)
     cache.store(CPU, [mm(3, 3, 3)], [OpCost(3.0, 4)])
     assert "No space left on device" in warnings_logged[0].message
     assert [file.name for file in tmp_path.iterdir()] == [cache.path(CPU).name]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_remat._disk import cache_directory, replace_file
+from lightning_remat._disk import cache_directory, forget_the_oldest, replace_file
 from lightning_remat.capture import OpCall
 from lightning_remat.cost._fingerprint import fingerprint
 from lightning_remat.cost._indices import aten_name
@@ -21,6 +21,12 @@ log = logging.getLogger(__name__)
 
 FORMAT = "lightning_remat.costs"
 FORMAT_VERSION = 3
+
+MOST = 20_000
+"""Costs that are kept in one file, the ones measured last (a large network has some hundreds)."""
+
+MOST_FILES = 50
+"""Files that are kept, the ones written last: each device, torch version and set of settings has one."""
 
 
 class CostCache:
@@ -54,15 +60,16 @@ class CostCache:
         if not fresh:
             return
         path = self.path(device)
-        known = self._read(path) | fresh
+        known = {key: cost for key, cost in self._read(path).items() if key not in fresh} | fresh
         data = {
             "format": FORMAT,
             "version": FORMAT_VERSION,
             "measured_with": fingerprint(device),
-            "costs": {key: cost.to_list() for key, cost in known.items()},
+            "costs": {key: cost.to_list() for key, cost in list(known.items())[-MOST:]},
         }
         try:
             replace_file(path, json.dumps(data, indent=0))
+            forget_the_oldest(self.directory.glob("costs-*.json"), MOST_FILES)
         except OSError as error:
             if not self._warned_of_writing:
                 self._warned_of_writing = True

@@ -8,6 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from lightning_remat._disk import replace_file
 from lightning_remat.exactness._outcome import Difference, Kind
 from lightning_remat.exactness._trace import FirstDifference
 
@@ -105,7 +106,7 @@ class CheckReport:
 
     def save(self, path: str | Path) -> None:
         """Write the report as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1), encoding="utf-8")
+        replace_file(path, json.dumps(self.to_dict(), indent=1))
 
 
 def _number(count: int, of: str) -> str:

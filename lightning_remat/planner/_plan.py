@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_remat._disk import replace_file
 from lightning_remat.allocator import Arrangement, Footprint
 from lightning_remat.errors import GraphError
 from lightning_remat.graph import ComputationGraph
@@ -143,8 +144,8 @@ class Plan:
         return data
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), separators=(",", ":")), encoding="utf-8")
+        """Write the plan as JSON, in one step: whoever reads sees all of it."""
+        replace_file(path, json.dumps(self.to_dict(), separators=(",", ":")))
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning_remat
-from lightning_remat._disk import cache_directory, replace_file
+from lightning_remat._disk import cache_directory, forget_the_oldest, replace_file
 from lightning_remat.errors import RematError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._config import RematConfig
@@ -85,7 +84,7 @@ class PlanCache:
         data = {"budget_bytes": budget_bytes, "solution": solution.to_dict()}
         try:
             replace_file(path, json.dumps(data, separators=(",", ":")))
-            self._forget_the_oldest()
+            forget_the_oldest(self.directory.glob("plan-*.json"), MOST)
         except OSError as error:
             if not self._warned_of_writing:
                 self._warned_of_writing = True
@@ -95,19 +94,6 @@ class PlanCache:
                     self.directory,
                     error,
                 )
-
-    def _forget_the_oldest(self) -> None:
-        files = sorted(self.directory.glob("plan-*.json"), key=_age)
-        for file in files[MOST:]:
-            with contextlib.suppress(FileNotFoundError):  # another process forgot it first
-                file.unlink()
-
-
-def _age(file: Path) -> float:
-    try:
-        return -file.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
 
 
 def read_solution(path: Path, graph: ComputationGraph, budget_bytes: int | None = None) -> Solution:
