@@ -27,10 +27,11 @@ from lightning_remat.allocator import Footprint
 from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.capture import PARTS, Autocast, CapturedGraph, from_joint, same_device
 from lightning_remat.capture import _torch as internals
+from lightning_remat.capture._checkpoints import checkpoints, refuse_other_second_evaluations
 from lightning_remat.capture._joint import module_path, target_name
 from lightning_remat.capture._masks import masks_as_in_eager_mode
 from lightning_remat.cost import CostCache, OpCost, cost_model
-from lightning_remat.errors import InfeasibleBudgetError, RematError
+from lightning_remat.errors import CaptureError, InfeasibleBudgetError, RematError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.lowering import lower
 from lightning_remat.planner._accumulate import Accumulator
@@ -616,10 +617,16 @@ class ScheduledStep:
     def _backend(
         self, module: torch.fx.GraphModule, inputs: Sequence[Any], symbolic: bool = False
     ) -> Callable[..., Any]:
+        in_checkpoints = checkpoints(module)
+        if self._gave_up:  # in the midst of a call
+            if in_checkpoints:
+                raise CaptureError("the rest of a call that runs as before")
+            return module.forward
         parameters = [isinstance(value, torch.nn.Parameter) for value in inputs]
         weights: dict[int, int] = {}
         planned: list[tuple[CapturedGraph, ComputationGraph, Surroundings, DeviceMemory | None, int]] = []
         autocast = Autocast.around(module)
+        draws_anew = any(node.kwargs.get("preserve_rng_state", True) is False for node in in_checkpoints)
         alone = self._accumulates() and internals.is_whole_function(module, inputs)
         accumulator = Accumulator(inputs) if alone else None
 
@@ -631,6 +638,7 @@ class ScheduledStep:
             static_lifetime_input_indices: Sequence[int] | None = None,
             **_: Any,
         ) -> internals.Modules:
+            refuse_other_second_evaluations(joint.graph, draws_anew)
             captured = from_joint(
                 joint,
                 num_fwd_outputs,
@@ -668,7 +676,13 @@ class ScheduledStep:
             if symbolic and not self._call:
                 self._without_symbols(f"{type(error).__name__}: {error}")
                 raise _NoSymbols from error
-            self._failed(f"{type(error).__name__}: {error}", error)
+            reason = f"{type(error).__name__}: {error}"
+            if (
+                in_checkpoints
+            ):  # run from here, they would be none, and draw other numbers: only Python's own are eager's
+                self._give_up(reason)
+                raise
+            self._failed(reason, error)
             return module.forward
         if not planned:  # nothing in it needs a gradient
             return compiled

@@ -1,0 +1,48 @@
+"""Regions that the user has put under ``torch.utils.checkpoint``: traced once, and evaluated twice in eager mode.
+
+Traced, a checkpoint is a mark on its ops, and rematerialization chooses anew what is evaluated again. Where eager mode's second
+evaluation does what the first did not, that is no longer the same training: such a step is refused, and runs as before.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx
+
+from lightning_remat.capture import _ops
+from lightning_remat.errors import CaptureError
+
+_checkpoint = torch.ops.higher_order.tag_activation_checkpoint
+
+
+def checkpoints(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
+    """The calls of ``torch.utils.checkpoint`` in what Dynamo has captured, those inside of others too."""
+    graphs = [one.graph for one in module.modules() if isinstance(one, torch.fx.GraphModule)]
+    return [node for graph in graphs for node in graph.nodes if node.target is _checkpoint]
+
+
+def refuse_other_second_evaluations(graph: torch.fx.Graph, draws_anew: bool) -> None:
+    """Refuse a joint graph in whose checkpoints eager mode's second evaluation does something else.
+
+    Args:
+        graph: the joint graph, as AOTAutograd hands it over.
+        draws_anew: whether there are checkpoints with ``preserve_rng_state=False``.
+
+    Raises:
+        CaptureError: for batch norm, whose running statistics move with each evaluation, and for random numbers that are drawn
+            anew.
+    """
+    for node in graph.nodes:
+        if node.op != "call_function" or "RECOMPUTE" not in getattr(node.meta.get("recompute"), "name", ""):
+            continue
+        if _ops.training_batch_norm(node.target, node.args) and node.args[3] is not None:
+            raise CaptureError(
+                f"{node.name} is a batch norm inside of torch.utils.checkpoint, where eager mode moves its running statistics "
+                "twice a step; take it out of the checkpoint, or the checkpoint away (what is evaluated again is planned)"
+            )
+        if draws_anew and _ops.is_random(node.target):
+            raise CaptureError(
+                f"{node.name} draws random numbers inside of torch.utils.checkpoint(preserve_rng_state=False), other ones in "
+                "eager mode's second evaluation; set preserve_rng_state=True, or take the checkpoint away (what is evaluated "
+                "again is planned)"
+            )
