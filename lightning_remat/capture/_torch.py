@@ -9,6 +9,8 @@ What is used and why:
   decompositions are asked for; the decomposed op has other bits and another speed than eager. They are kept whole, cuDNN's
   batch norm as ``_batch_norm_with_update`` (see `calls_cudnn`).
 * ``FakeTensorMode._dispatch_impl``: some fake results have other strides than the real ones (see ``_layouts``).
+* ``FunctionalTensorMode.__torch_dispatch__``: where an op in place is about to become one that is not (see `spaced_results`).
+* ``_AutoDispatchBelowAutograd``: oneDNN's LSTM asks whether gradients are enabled (see `_lstm_layer`).
 * ``_inductor.config.fallback_random``: without it, AOTAutograd drops random ops whose result nobody reads; eager draws them.
 * ``TorchInGraphFunctionVariable._get_handlers``: Dynamo's own decomposition of ``addcdiv`` (see `whole_ops` for AOTAutograd's),
   and its answers to code that asks whether it is compiled, or for the values of a mask (see `_masks`; ``TensorVariable``
@@ -62,6 +64,7 @@ from torch._guards import Source
 from torch._inductor import config as inductor_config
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd.function import BackwardCFunction
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.graph import _BoxedCodeGen
@@ -71,7 +74,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from lightning_remat.capture._layouts import real_layout
+from lightning_remat.capture._layouts import real_layout, with_narrow_gaps
 from lightning_remat.capture._regions import inline_regions
 
 __all__ = [
@@ -115,9 +118,11 @@ __all__ = [
     "real_layouts",
     "real_tensors",
     "recapture_reason",
+    "run_below_autograd",
     "run_on_cpu",
     "running",
     "set_allocator_settings",
+    "spaced_results",
     "substitute",
     "tensor_leaves",
     "uncollected",
@@ -193,6 +198,14 @@ def _cudnn_batch_norm(
     return op_at(DispatchKey.Autograd, x, weight, bias, running_mean, running_var, training, momentum, eps)
 
 
+def _lstm_layer(op: OpOverload, *args: Any) -> Any:
+    """A layer of an LSTM of oneDNN, traced: whether gradients are enabled stands in ``train``.
+
+    By that the kernel chooses among two of other bits, and ``train`` it does not read.
+    """
+    return op._op_dk(DispatchKey.Autograd, *args[:-1], torch.is_grad_enabled())
+
+
 @contextlib.contextmanager
 def whole_ops(symbolic: bool = False) -> Iterator[None]:
     """Trace the ops that eager runs: take AOTAutograd's unasked Python decompositions away, and put them back."""
@@ -211,8 +224,13 @@ def whole_ops(symbolic: bool = False) -> Iterator[None]:
             vec.py_kernels[DispatchKey.CompositeImplicitAutograd] = functools.partial(_upsample, op)
             vec._dispatch_cache.clear()
         torch.ops.aten.cudnn_batch_norm.default.py_kernels[DispatchKey.Autograd] = _cudnn_batch_norm
+        layer = torch.ops.aten.mkldnn_rnn_layer.default
+        layer.py_kernels[DispatchKey.Autograd] = functools.partial(_lstm_layer, layer)
+        layer._dispatch_cache.clear()
         yield
     finally:
+        torch.ops.aten.mkldnn_rnn_layer.default.py_kernels.pop(DispatchKey.Autograd, None)
+        torch.ops.aten.mkldnn_rnn_layer.default._dispatch_cache.clear()
         for vec, _ in _upsamplings():
             vec.py_kernels.pop(DispatchKey.CompositeImplicitAutograd, None)
             vec._dispatch_cache.clear()
@@ -263,6 +281,56 @@ def real_layouts() -> Iterator[None]:
         FakeTensorMode.cache_clear()
 
 
+@contextlib.contextmanager
+def spaced_results() -> Iterator[None]:
+    """Trace what eager computes in place on a part of a wider tensor, which is not known as a view of it, with gaps.
+
+    ``unsafe_chunk``, as ``nn.GRUCell`` uses it, gives such parts. The traced op is not in place, and its fake result would be
+    dense; eager's kernels go from row to row, and compute the last elements of each, which do not fill a vector of the
+    processor, in another way. With gaps between its rows, however small, the result is computed and read as eager's is.
+    """
+    functional: Any = FunctionalTensorMode.__torch_dispatch__
+    dispatch: Any = FakeTensorMode.dispatch
+    wanted: list[tuple[str, tuple[Any, Any, torch.dtype]]] = []
+
+    def observe(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _writes_elements(func) or not isinstance(args[0], FunctionalTensor) or not args[0].is_base_tensor():
+            return functional(self, func, types, args, kwargs)
+        stride = with_narrow_gaps(args[0].shape, args[0].stride()) if args[0].device.type == "cpu" else None
+        if stride is None:
+            return functional(self, func, types, args, kwargs)
+        wanted.append((func._schema.name, (args[0].shape, stride, args[0].dtype)))
+        try:
+            return functional(self, func, types, args, kwargs)
+        finally:
+            wanted.clear()
+
+    def spaced(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        meant = bool(wanted) and isinstance(func, OpOverload) and f"{func._schema.name}_" == wanted[0][0]
+        shape, stride, dtype = wanted.pop()[1] if meant else (None, None, None)
+        result = dispatch(self, func, types, args, kwargs)
+        if not meant or result.shape != shape or result.dtype != dtype:
+            return result
+        with self:
+            return torch.empty_strided(shape, stride, dtype=dtype, device=result.device)
+
+    FunctionalTensorMode.__torch_dispatch__ = observe  # type: ignore[method-assign]
+    FakeTensorMode.dispatch = spaced  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FunctionalTensorMode.__torch_dispatch__ = functional  # type: ignore[method-assign]
+        FakeTensorMode.dispatch = dispatch  # type: ignore[method-assign]
+
+
+def _writes_elements(func: Any) -> bool:
+    """Whether an op computes its first argument's elements in place, from the elements of the others."""
+    if not isinstance(func, OpOverload) or torch.Tag.pointwise not in func.tags:
+        return False
+    first = func._schema.arguments[0].alias_info
+    return first is not None and first.is_write and func._schema.name.endswith("_")
+
+
 def calls_cudnn(x: torch.Tensor) -> bool:
     """Whether ``_batch_norm_with_update`` of such a tensor was traced for cuDNN's batch norm: there is one on the device."""
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::cudnn_batch_norm", x.device.type.upper())
@@ -309,6 +377,12 @@ def run_on_cpu(op: OpOverload, args: tuple[Any, ...], *, like: torch.Tensor, mem
     """
     with _GivenMemory(like, memory):
         return op.redispatch(_CPU, *args)
+
+
+def run_below_autograd(op: OpOverload, *args: Any, gradients: bool) -> Any:
+    """Call an op whose kernel asks whether gradients are enabled; autograd does not see it in any case."""
+    with torch._C._AutoDispatchBelowAutograd(), torch.set_grad_enabled(gradients):
+        return op(*args)
 
 
 ObserveOp = Callable[[OpOverload, tuple[Any, ...], dict[str, Any], int, Callable[[], Any]], Any]
@@ -544,6 +618,7 @@ def aot_backend(
         uncollected(),
         whole_ops(symbolic),
         real_layouts(),
+        spaced_results(),
         functorch_config.patch(settings),
         inductor_config.patch(fallback_random=True),
     ):
@@ -934,6 +1009,7 @@ def running(dynamic_sources: str = "") -> contextlib.AbstractContextManager[Any]
         "trace_numpy": False,
         "enable_dynamo_decompositions": False,  # `add_` with `alpha` in two roundings, for one
         "trace_autograd_ops": True,
+        "allow_rnn": True,
     }
     for name in ("ignore_logging_functions", "ignore_logger_methods"):
         if hasattr(config, name):
