@@ -1494,7 +1494,7 @@ WHOLE = [
     Lora,
     MessagePassing, ModifiesTheBatch,
     TiedEmbeddings, TiedAutoencoder, Parametrized, NormedByHooks, Fourier,
-    LstmCell, GruCell,
+    Lstm, Gru, LstmCell, GruCell, GruCellOfOddWidth,
     GradientReversal, UserFunctions, HookedActivations, CheckpointedByHand,
     GradientPenalty,
     Checkpointed, CheckpointedReentrant,
@@ -1508,7 +1508,6 @@ WHOLE = [
     RetainedTwice,
     ReturnsViews,
     Llama,
-    pytest.param(GruCellOfOddWidth, marks=known("what eager writes over a part of a wider tensor is computed elsewhere")),
     pytest.param(CheckpointedBatchNorm, marks=known("the running statistics move once, and in eager mode twice")),
     pytest.param(CheckpointedOtherNoise, marks=known("preserve_rng_state=False: the same numbers, and in eager mode others")),
 ]  # fmt: skip
@@ -1607,7 +1606,7 @@ def test_a_buffer_that_moves_where_its_pointer_says() -> None:
 
 
 A_REST = [
-    Lstm, Gru, Packed, SparseProduct, CheckpointedInSegments, LayerDropInALoop, HookedBackward,
+    Packed, SparseProduct, CheckpointedInSegments, LayerDropInALoop, HookedBackward,
     CumulativeBatchNorm, ExpertsOfSomeRows,
 ]  # fmt: skip
 

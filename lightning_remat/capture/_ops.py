@@ -14,7 +14,14 @@ from lightning_remat.capture._torch import OpOverload, real_tensors, run_below_a
 aten = torch.ops.aten
 
 # These hand back memory of their input although their schemas do not say so.
-_UNDECLARED_VIEWS = {aten._unsafe_view.default, aten.alias.default, aten.lift.default}
+_UNDECLARED_VIEWS = {
+    aten._unsafe_view.default,
+    aten.alias.default,
+    aten.lift.default,
+    aten.unsafe_chunk.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+}
 
 # Their scalar results lie on a storage as large as the input, for as long as anyone keeps the loss.
 _PADDED = {

@@ -15,6 +15,8 @@ What is used and why:
 * ``TorchInGraphFunctionVariable._get_handlers``: Dynamo's own decomposition of ``addcdiv`` (see `whole_ops` for AOTAutograd's),
   and its answers to code that asks whether it is compiled, or for the values of a mask (see `_masks`; ``TensorVariable``
   is where it calls a tensor's methods).
+* ``_dynamo.exc.unimplemented``, ``_dynamo.config.allow_rnn``: recurrent layers are traced where that gives eager's bits, and
+  left alone where it does not (`_recurrent`).
 * Dynamo's sources and guards: what such an answer rests on is asked again in every step.
 * ``distributed_c10d._get_default_store``: where processes that train together leave notes for each other.
 * ``TorchDispatchMode`` and an op's kernel for one device: a kernel's result on memory that is given to it; and what eager mode
@@ -52,6 +54,7 @@ import torch.fx
 from torch._C import DispatchKey, DispatchKeySet
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import unimplemented
 from torch._dynamo.guards import install_guard
 from torch._dynamo.source import TensorProperty, TensorPropertySource
 from torch._dynamo.utils import counters as dynamo_counters
@@ -306,10 +309,11 @@ def spaced_results() -> Iterator[None]:
             wanted.clear()
 
     def spaced(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        meant = bool(wanted) and isinstance(func, OpOverload) and f"{func._schema.name}_" == wanted[0][0]
-        shape, stride, dtype = wanted.pop()[1] if meant else (None, None, None)
+        if not wanted or not isinstance(func, OpOverload) or f"{func._schema.name}_" != wanted[0][0]:
+            return dispatch(self, func, types, args, kwargs)
+        shape, stride, dtype = wanted.pop()[1]
         result = dispatch(self, func, types, args, kwargs)
-        if not meant or result.shape != shape or result.dtype != dtype:
+        if result.shape != shape or result.dtype != dtype:
             return result
         with self:
             return torch.empty_strided(shape, stride, dtype=dtype, device=result.device)
@@ -913,6 +917,8 @@ def _as_in_eager_mode() -> Iterator[None]:
     handlers.pop(torch.addcdiv, None)
     for question in _IS_COMPILED:
         handlers[question] = functools.partial(_answer, before[question])
+    for layers in _RECURRENT:
+        handlers[layers] = _recurrent
     try:
         yield
     finally:
@@ -937,6 +943,20 @@ def _answer(own: Callable[..., Any], asked: Any, translator: Any, *args: Any, **
     if any(place in translator.f_code.co_filename for place in _MAY_KNOW):
         return own(asked, translator, *args, **kwargs)
     return VariableTracker.build(translator, False)
+
+
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+
+def _recurrent(asked: Any, _translator: Any, x: Any, *_others: Any, **_named: Any) -> None:
+    """Recurrent layers are traced as they are on the CPU, and left alone elsewhere. (The modules see to packed sequences.)"""
+    if x.as_proxy().node.meta["example_value"].device.type != "cpu":
+        unimplemented(
+            gb_type="recurrent layer",
+            context=str(asked),
+            explanation="It is left alone: off the CPU, its dropout and its weights are cuDNN's own, which no graph holds.",
+            hints=[],
+        )
 
 
 def _logging_calls() -> set[Any]:
@@ -1009,7 +1029,7 @@ def running(dynamic_sources: str = "") -> contextlib.AbstractContextManager[Any]
         "trace_numpy": False,
         "enable_dynamo_decompositions": False,  # `add_` with `alpha` in two roundings, for one
         "trace_autograd_ops": True,
-        "allow_rnn": True,
+        "allow_rnn": True,  # see `_recurrent`
     }
     for name in ("ignore_logging_functions", "ignore_logger_methods"):
         if hasattr(config, name):
