@@ -389,10 +389,10 @@ class Lstm(Wild):
 class Gru(Lstm):
     def __init__(self) -> None:
         super().__init__()
-        self.recurrent = nn.GRU(4, 16, 2, batch_first=True, dropout=0.1)
+        self.recurrent = nn.GRU(2, 16, 2, batch_first=True, dropout=0.1)
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
-        output, _ = self.recurrent(x.view(len(x), 4, 4))
+        output, _ = self.recurrent(x.view(len(x), 8, 2))
         return self.net(output.mean(1))
 
 
