@@ -282,6 +282,25 @@ def test_elsewhere_than_on_the_cpu_they_are_left_alone(kind: type[nn.Module]) ->
     assert len(graphs) == 2
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_on_cuda_what_is_around_them_is_captured(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.manual_seed(0)
+    module = Net(kind(7, ODD, 2, bidirectional=True), output).cuda()
+    x = torch.randn(3, 4, 5, device="cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        module(x)
+        other = copy.deepcopy(module)
+        step = rematerialize(other, budget="min", cost_model="unit", solver="greedy", time_limit=0.05)
+        assert equal(trained(module, module, x), trained(other, step, x))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(step.plans) > 1 and not step.failures
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_packed_sequences_are_left_alone(kind: type[nn.Module]) -> None:
     """What comes before them and after is captured."""
