@@ -382,7 +382,8 @@ def test_what_cannot_be_predicted_stays_as_it_is():
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             x, y = batch
-            return super().training_step((self.recurrent(x)[0], y), batch_idx)
+            packed = nn.utils.rnn.pack_sequence([x])
+            return super().training_step((self.recurrent(packed)[0].data, y), batch_idx)
 
     finder = RematBatchSizeFinder()
     with pytest.warns(RematWarning, match="stays at 16"):

@@ -472,18 +472,6 @@ class TestContents:
             normed = wrap(nn.Linear(32, 32))
         assert captured_whole(check(net(forward, normed=normed), inputs(), steps=3), 3)
 
-    @pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
-    def test_recurrent(self, kind: type[nn.Module]) -> None:
-        """Dynamo captures none of these: their steps run as before."""
-
-        def forward(self: Net, x: torch.Tensor) -> torch.Tensor:
-            output, _ = self.recurrent(self.first(x))
-            return self.last(output.relu()).square().mean()
-
-        with pytest.warns(RematWarning, match="RNN") as caught:
-            check(net(forward, recurrent=kind(32, 32, 2, dropout=0.2, batch_first=True)), inputs().view(4, 8, 8))
-        assert len(caught) == 1
-
     def test_a_counter_and_a_codebook(self) -> None:
         def forward(self: Net, x: torch.Tensor) -> torch.Tensor:
             hidden = self.first(x)

@@ -211,6 +211,8 @@ def from_joint(
     _split_convolution_backward(module.graph)
     _let_go_of_unread(module.graph)
     _call_cudnn(module.graph)
+    _keep_lstm_kernels(module.graph)
+    _leave_gaps(module.graph)
     _free_running_statistics(module.graph)
     _give_batch_norm_memory(module.graph)
     _compact_losses(module.graph)
@@ -355,6 +357,30 @@ def _call_cudnn(graph: torch.fx.Graph) -> None:
 
 
 _TRACED_FOR_CUDNN = (aten._batch_norm_with_update_functional.default, aten.batch_norm_backward.default)
+
+
+def _keep_lstm_kernels(graph: torch.fx.Graph) -> None:
+    """Layers of LSTMs run the kernel that eager runs (`_ops.lstm_layer`)."""
+    for node in graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer.default):
+        node.target = _ops.lstm_layer
+
+
+def _leave_gaps(graph: torch.fx.Graph) -> None:
+    """Ops that were traced with gaps in their results give such results (see `spaced_results`)."""
+    symbols = symbols_among([n for n in graph.nodes if n.op == "placeholder"])
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            continue
+        if _ops.is_view(node.target) or TensorSpec.of(value, hint).whole:
+            continue
+        form = _overwriting.overwriting(node.target, -1, value.device.type)
+        if form is None:
+            continue
+        with graph.inserting_before(node):
+            sizes = tuple(tuple(size_node(graph, n, symbols) for n in one) for one in (value.shape, value.stride()))
+        node.args = (*sizes, value.dtype, *node.args)
+        node.target = _ops.spaced(node.target, *form)
 
 
 def _free_running_statistics(graph: torch.fx.Graph) -> None:

@@ -7,7 +7,7 @@ Found by comparing both on permuted inputs, on torch 2.13; `tests/test_layouts.p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -67,3 +67,20 @@ def real_layout(target: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
     index, layout, cpu_only = rule
     x = args[index]
     return None if cpu_only and x.device.type != "cpu" else layout(x)
+
+
+def with_narrow_gaps(shape: Sequence[Any], stride: Sequence[Any]) -> tuple[Any, ...] | None:
+    """Strides with gaps where these have some, of one element each; ``None`` where there are none.
+
+    Kernels for elements go over both alike: which dimensions follow one another without a gap is the same.
+    """
+    narrow = list(stride)
+    expected, made, gaps = 1, 1, False
+    for dim in sorted(range(len(shape)), key=lambda dim: stride[dim]):
+        if shape[dim] == 1:
+            continue
+        gap = stride[dim] != expected
+        made, gaps = made + gap, gaps or gap
+        narrow[dim] = made
+        expected, made = stride[dim] * shape[dim], made * shape[dim]
+    return tuple(narrow) if gaps else None

@@ -9,12 +9,19 @@ from typing import Any
 
 import torch
 
-from lightning_remat.capture._torch import OpOverload, real_tensors
+from lightning_remat.capture._torch import OpOverload, real_tensors, run_below_autograd
 
 aten = torch.ops.aten
 
 # These hand back memory of their input although their schemas do not say so.
-_UNDECLARED_VIEWS = {aten._unsafe_view.default, aten.alias.default, aten.lift.default}
+_UNDECLARED_VIEWS = {
+    aten._unsafe_view.default,
+    aten.alias.default,
+    aten.lift.default,
+    aten.unsafe_chunk.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+}
 
 # Their scalar results lie on a storage as large as the input, for as long as anyone keeps the loss.
 _PADDED = {
@@ -74,6 +81,21 @@ def compact(target: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return call
 
 
+@functools.cache
+def spaced(target: OpOverload, form: Callable[..., Any], out: str) -> Callable[..., torch.Tensor]:
+    """``target``, its result written by ``form``, as the argument ``out``, to memory with these strides."""
+
+    def call(
+        shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        result = torch.empty_strided(shape, stride, dtype=dtype)
+        form(*args, **kwargs, **{out: result})
+        return result
+
+    call.__name__ = str(target)
+    return call
+
+
 def cudnn_batch_norm(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -87,6 +109,16 @@ def cudnn_batch_norm(
     """Batch norm of cuDNN in training mode, functional: output, batch statistics, reserve space, new running statistics."""
     statistics = running_mean.clone(), running_var.clone()
     return *aten.cudnn_batch_norm.default(x, weight, bias, *statistics, training, momentum, eps), *statistics
+
+
+def lstm_layer(*args: Any) -> tuple[torch.Tensor, ...]:
+    """``aten.mkldnn_rnn_layer``: where its last argument says so, with the kernel that eager runs where gradients are enabled.
+
+    That one has other bits than the one for inference, and returns what the backward needs. A captured graph runs with
+    gradients disabled: the op itself would choose the other.
+    """
+    found: tuple[torch.Tensor, ...] = run_below_autograd(aten.mkldnn_rnn_layer.default, *args, gradients=args[-1])
+    return found
 
 
 def _batch_norm_again(

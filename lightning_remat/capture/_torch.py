@@ -9,10 +9,14 @@ What is used and why:
   decompositions are asked for; the decomposed op has other bits and another speed than eager. They are kept whole, cuDNN's
   batch norm as ``_batch_norm_with_update`` (see `calls_cudnn`).
 * ``FakeTensorMode._dispatch_impl``: some fake results have other strides than the real ones (see ``_layouts``).
+* ``FunctionalTensorMode.__torch_dispatch__``: where an op in place is about to become one that is not (see `spaced_results`).
+* ``_AutoDispatchBelowAutograd``: oneDNN's LSTM asks whether gradients are enabled (see `_lstm_layer`).
 * ``_inductor.config.fallback_random``: without it, AOTAutograd drops random ops whose result nobody reads; eager draws them.
 * ``TorchInGraphFunctionVariable._get_handlers``: Dynamo's own decomposition of ``addcdiv`` (see `whole_ops` for AOTAutograd's),
   and its answers to code that asks whether it is compiled, or for the values of a mask (see `_masks`; ``TensorVariable``
   is where it calls a tensor's methods).
+* ``_dynamo.exc.unimplemented``, ``_dynamo.config.allow_rnn``: recurrent layers are traced where that gives eager's bits, and
+  left alone where it does not (`_recurrent`).
 * Dynamo's sources and guards: what such an answer rests on is asked again in every step.
 * ``distributed_c10d._get_default_store``: where processes that train together leave notes for each other.
 * ``TorchDispatchMode`` and an op's kernel for one device: a kernel's result on memory that is given to it; and what eager mode
@@ -53,6 +57,7 @@ import torch.fx
 from torch._C import DispatchKey, DispatchKeySet
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import unimplemented
 from torch._dynamo.guards import install_guard
 from torch._dynamo.source import TensorProperty, TensorPropertySource
 from torch._dynamo.utils import counters as dynamo_counters
@@ -73,6 +78,7 @@ from torch._guards import Source, TracingContext
 from torch._inductor import config as inductor_config
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd.function import BackwardCFunction
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.graph import _BoxedCodeGen
@@ -82,7 +88,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from lightning_remat.capture._layouts import real_layout
+from lightning_remat.capture._layouts import real_layout, with_narrow_gaps
 from lightning_remat.capture._regions import inline_regions
 
 __all__ = [
@@ -126,9 +132,11 @@ __all__ = [
     "real_layouts",
     "real_tensors",
     "recapture_reason",
+    "run_below_autograd",
     "run_on_cpu",
     "running",
     "set_allocator_settings",
+    "spaced_results",
     "substitute",
     "tensor_leaves",
     "uncollected",
@@ -204,6 +212,14 @@ def _cudnn_batch_norm(
     return op_at(DispatchKey.Autograd, x, weight, bias, running_mean, running_var, training, momentum, eps)
 
 
+def _lstm_layer(op: OpOverload, *args: Any) -> Any:
+    """A layer of an LSTM of oneDNN, traced: whether gradients are enabled stands in ``train``.
+
+    By that the kernel chooses among two of other bits, and ``train`` it does not read.
+    """
+    return op._op_dk(DispatchKey.Autograd, *args[:-1], torch.is_grad_enabled())
+
+
 @contextlib.contextmanager
 def whole_ops(symbolic: bool = False) -> Iterator[None]:
     """Trace the ops that eager runs: take AOTAutograd's unasked Python decompositions away, and put them back."""
@@ -222,8 +238,13 @@ def whole_ops(symbolic: bool = False) -> Iterator[None]:
             vec.py_kernels[DispatchKey.CompositeImplicitAutograd] = functools.partial(_upsample, op)
             vec._dispatch_cache.clear()
         torch.ops.aten.cudnn_batch_norm.default.py_kernels[DispatchKey.Autograd] = _cudnn_batch_norm
+        layer = torch.ops.aten.mkldnn_rnn_layer.default
+        layer.py_kernels[DispatchKey.Autograd] = functools.partial(_lstm_layer, layer)
+        layer._dispatch_cache.clear()
         yield
     finally:
+        torch.ops.aten.mkldnn_rnn_layer.default.py_kernels.pop(DispatchKey.Autograd, None)
+        torch.ops.aten.mkldnn_rnn_layer.default._dispatch_cache.clear()
         for vec, _ in _upsamplings():
             vec.py_kernels.pop(DispatchKey.CompositeImplicitAutograd, None)
             vec._dispatch_cache.clear()
@@ -274,6 +295,57 @@ def real_layouts() -> Iterator[None]:
         FakeTensorMode.cache_clear()
 
 
+@contextlib.contextmanager
+def spaced_results() -> Iterator[None]:
+    """Trace what eager computes in place on a part of a wider tensor, which is not known as a view of it, with gaps.
+
+    ``unsafe_chunk``, as ``nn.GRUCell`` uses it, gives such parts. The traced op is not in place, and its fake result would be
+    dense; eager's kernels go from row to row, and compute the last elements of each, which do not fill a vector of the
+    processor, in another way. With gaps between its rows, however small, the result is computed and read as eager's is.
+    """
+    functional: Any = FunctionalTensorMode.__torch_dispatch__
+    dispatch: Any = FakeTensorMode.dispatch
+    wanted: list[tuple[str, tuple[Any, Any, torch.dtype]]] = []
+
+    def observe(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _writes_elements(func) or not isinstance(args[0], FunctionalTensor) or not args[0].is_base_tensor():
+            return functional(self, func, types, args, kwargs)
+        stride = with_narrow_gaps(args[0].shape, args[0].stride()) if args[0].device.type == "cpu" else None
+        if stride is None:
+            return functional(self, func, types, args, kwargs)
+        wanted.append((func._schema.name, (args[0].shape, stride, args[0].dtype)))
+        try:
+            return functional(self, func, types, args, kwargs)
+        finally:
+            wanted.clear()
+
+    def spaced(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not wanted or not isinstance(func, OpOverload) or f"{func._schema.name}_" != wanted[0][0]:
+            return dispatch(self, func, types, args, kwargs)
+        shape, stride, dtype = wanted.pop()[1]
+        result = dispatch(self, func, types, args, kwargs)
+        if result.shape != shape or result.dtype != dtype:
+            return result
+        with self:
+            return torch.empty_strided(shape, stride, dtype=dtype, device=result.device)
+
+    FunctionalTensorMode.__torch_dispatch__ = observe  # type: ignore[method-assign]
+    FakeTensorMode.dispatch = spaced  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FunctionalTensorMode.__torch_dispatch__ = functional  # type: ignore[method-assign]
+        FakeTensorMode.dispatch = dispatch  # type: ignore[method-assign]
+
+
+def _writes_elements(func: Any) -> bool:
+    """Whether an op computes its first argument's elements in place, from the elements of the others."""
+    if not isinstance(func, OpOverload) or torch.Tag.pointwise not in func.tags:
+        return False
+    first = func._schema.arguments[0].alias_info
+    return first is not None and first.is_write and func._schema.name.endswith("_")
+
+
 def calls_cudnn(x: torch.Tensor) -> bool:
     """Whether ``_batch_norm_with_update`` of such a tensor was traced for cuDNN's batch norm: there is one on the device."""
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::cudnn_batch_norm", x.device.type.upper())
@@ -320,6 +392,12 @@ def run_on_cpu(op: OpOverload, args: tuple[Any, ...], *, like: torch.Tensor, mem
     """
     with _GivenMemory(like, memory):
         return op.redispatch(_CPU, *args)
+
+
+def run_below_autograd(op: OpOverload, *args: Any, gradients: bool) -> Any:
+    """Call an op whose kernel asks whether gradients are enabled; autograd does not see it in any case."""
+    with torch._C._AutoDispatchBelowAutograd(), torch.set_grad_enabled(gradients):
+        return op(*args)
 
 
 ObserveOp = Callable[[OpOverload, tuple[Any, ...], dict[str, Any], int, Callable[[], Any]], Any]
@@ -571,6 +649,7 @@ def aot_backend(
         uncollected(),
         whole_ops(symbolic),
         real_layouts(),
+        spaced_results(),
         functorch_config.patch(settings),
         inductor_config.patch(fallback_random=True),
     ):
@@ -898,6 +977,8 @@ def _as_in_eager_mode() -> Iterator[None]:
     handlers.pop(torch.addcdiv, None)
     for question in _IS_COMPILED:
         handlers[question] = functools.partial(_answer, before[question])
+    for layers in _RECURRENT:
+        handlers[layers] = _recurrent
     try:
         yield
     finally:
@@ -922,6 +1003,20 @@ def _answer(own: Callable[..., Any], asked: Any, translator: Any, *args: Any, **
     if any(place in translator.f_code.co_filename for place in _MAY_KNOW):
         return own(asked, translator, *args, **kwargs)
     return VariableTracker.build(translator, False)
+
+
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+
+def _recurrent(asked: Any, _translator: Any, x: Any, *_others: Any, **_named: Any) -> None:
+    """Recurrent layers are traced as they are on the CPU, and left alone elsewhere. (The modules see to packed sequences.)"""
+    if x.as_proxy().node.meta["example_value"].device.type != "cpu":
+        unimplemented(
+            gb_type="recurrent layer",
+            context=str(asked),
+            explanation="It is left alone: off the CPU, its dropout and its weights are cuDNN's own, which no graph holds.",
+            hints=[],
+        )
 
 
 def _logging_calls() -> set[Any]:
@@ -994,6 +1089,7 @@ def running(dynamic_sources: str = "") -> contextlib.AbstractContextManager[Any]
         "trace_numpy": False,
         "enable_dynamo_decompositions": False,  # `add_` with `alpha` in two roundings, for one
         "trace_autograd_ops": True,
+        "allow_rnn": True,  # see `_recurrent`
     }
     for name in ("ignore_logging_functions", "ignore_logger_methods"):
         if hasattr(config, name):

@@ -338,7 +338,7 @@ class ScheduledStep:
     def left_out(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[str]:
         """Names of the parameters that have gradients although nothing that was captured reads them.
 
-        What a call did with them was left alone by Dynamo (an ``nn.LSTM``, say): it runs as before, and takes memory that
+        What a call did with them was left alone by Dynamo (a packed sequence, say): it runs as before, and takes memory that
         no plan counts.
         """
         captured = {key for graph in self._graphs for key in graph.weights}
