@@ -96,6 +96,15 @@ class PlanCache:
                     error,
                 )
 
+    def keep_refused(self, graph: ComputationGraph) -> str:
+        """Write a graph for which no solver finds what the verifier takes; says where it lies, for a report."""
+        path = self.directory / f"refused-{fingerprint(graph)}.json"
+        try:
+            replace_file(path, json.dumps(graph.to_dict(), separators=(",", ":")))
+        except OSError as error:
+            return f"its captured graph, which could not be written to {path} ({error})"
+        return f"its captured graph, which lies in {path}"
+
     def _forget_the_oldest(self) -> None:
         files = sorted(self.directory.glob("plan-*.json"), key=_age)
         for file in files[MOST:]:
