@@ -33,6 +33,9 @@ SMALLEST_SHARE = 0.5
 UNPLANNED = "none"
 """The solver of a plan that is the captured order whatever the budget (`unplanned`)."""
 
+FOR_ONCE = "the smallest, until the call as a whole is known"
+"""Note of a plan of one part of a call, for which alone there is none within the budget."""
+
 OTHERS = ("auto", "greedy", "descent", "linearized_greedy")
 """Solvers that are asked in turn where the verifier refuses what the configured one has found."""
 
@@ -62,6 +65,7 @@ def make_plan(
     memory: DeviceMemory | None = None,
     reserved: bool | None = None,
     at_hand: AtHand | None = None,
+    part: bool = False,
 ) -> Plan:
     """Choose a schedule for ``graph`` within ``config.budget``.
 
@@ -76,9 +80,11 @@ def make_plan(
         memory: of the device; what its allocator takes for the schedule is part of the plan then, and within the budget.
         reserved: the budget is one of what the allocator reserves, not of what it has allocated; by default for ``"auto"``.
         at_hand: schedules to begin with: nothing dearer is taken.
+        part: the budget is that of several graphs, of which this is one that cannot wait for the others: where no schedule is
+            within it, the plan is that of the smallest peak, over the budget, with the note `FOR_ONCE`.
 
     Raises:
-        InfeasibleBudgetError: when no schedule was found; it names the smallest budget for which one was.
+        InfeasibleBudgetError: when no schedule was found and the graph is no part; it names the smallest budget for which one was.
         BudgetError: for a size over what the device has.
         ScheduleError: when the verifier refuses what any solver finds, which none should let happen.
     """
@@ -129,6 +135,8 @@ def make_plan(
         if solution.schedule is None:
             least = smallest()
             assert least.schedule is not None
+            if part:
+                return graph, dataclasses.replace(least, notes=(*least.notes, FOR_ONCE))
             where = simulate(graph, least.schedule)
             raise InfeasibleBudgetError(within, least.peak_bytes, where.peak_op, where.peak_module)
         whole = not config.background or budget.kind is BudgetKind.MIN or solution.status is Status.OPTIMAL
@@ -142,10 +150,10 @@ def make_plan(
         say("looking at what the allocator makes of it")
         if reserved is None:
             reserved = budget.kind is BudgetKind.AUTO
-        if budget.kind is BudgetKind.MIN:
+        if budget.kind is BudgetKind.MIN or FOR_ONCE in solution.notes:
             assert solution.schedule is not None
             footprint = memory.footprint(graph_as_counted, solution.schedule)
-            budget_bytes = max(budget_bytes, footprint.allocated_bytes)
+            budget_bytes = max(budget_bytes, footprint.allocated_bytes if budget.kind is BudgetKind.MIN else 0)
         else:
             graph_as_counted, solution, footprint = memory.settle(
                 graph_as_counted, solution, budget_bytes, reserved, solved

@@ -39,7 +39,7 @@ from lightning_remat.planner._agreement import Agreement
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._device_memory import DeviceAllocator, DeviceMemory, allocated_bytes
 from lightning_remat.planner._late import with_late_gradients
-from lightning_remat.planner._make import UNPLANNED, AtHand, Progress, make_plan, unplanned
+from lightning_remat.planner._make import FOR_ONCE, UNPLANNED, AtHand, Progress, make_plan, unplanned
 from lightning_remat.planner._moving import MovingBuffers
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._plan_cache import PlanCache, fingerprint
@@ -111,9 +111,6 @@ class _Stop(BaseException):
         super().__init__(str(error))
         self.error = error
 
-
-FOR_ONCE = "the smallest, until the call as a whole is known"
-"""Note of a plan of one part of a call, which alone is not within the budget."""
 
 MOST_PATHS = 8
 """Sequences of graphs, for the same shapes, that are planned together: where Python decides by data there may be very many."""
@@ -943,14 +940,7 @@ class ScheduledStep:
 
         def make() -> Plan:
             try:
-                try:
-                    return make_plan(graph, config, **record)
-                except InfeasibleBudgetError:
-                    if whole and not earlier:
-                        raise
-                    # It is a part, and the whole may fit: this once, as small as can be; then all are planned together.
-                    least = make_plan(graph, dataclasses.replace(config, budget="min"), **record)
-                    return dataclasses.replace(least, notes=(*least.notes, FOR_ONCE))
+                return make_plan(graph, config, part=bool(earlier) or not whole, **record)
             except ScheduleError as error:
                 return unplanned(graph, config, str(error), held_bytes=record["held_bytes"])
 
