@@ -112,7 +112,9 @@ class Net(torch.nn.Module):
     def __init__(self, breaks: bool = False) -> None:
         super().__init__()
         self.breaks = breaks
-        made = [(torch.nn.Linear(32, 32), torch.nn.BatchNorm1d(32), torch.nn.GELU(), torch.nn.Dropout(0.2)) for _ in "1234"]
+        made = [
+            (torch.nn.Linear(32, 32), torch.nn.BatchNorm1d(32), torch.nn.GELU(), torch.nn.Dropout(0.2)) for _ in "1234"
+        ]
         self.first = torch.nn.Sequential(*(module for layer in made[:2] for module in layer))
         self.last = torch.nn.Sequential(*(module for layer in made[2:] for module in layer))
 

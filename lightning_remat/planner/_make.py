@@ -84,7 +84,7 @@ def make_plan(
             within it, the plan is that of the smallest peak, over the budget, with the note `FOR_ONCE`.
 
     Raises:
-        InfeasibleBudgetError: when no schedule was found and the graph is no part; it names the smallest budget for which one was.
+        InfeasibleBudgetError: when no schedule was found, for what is no part; it names the smallest budget for which one was.
         BudgetError: for a size over what the device has.
         ScheduleError: when the verifier refuses what any solver finds, which none should let happen.
     """
@@ -243,7 +243,9 @@ def _by_any(
         try:
             solution = solve(graph, within, method, limit, known=known, **options)
         except (ScheduleError, GraphError) as error:
-            log.warning("a schedule of the solver %r breaks a rule, another one is asked; please report it (%s)", method, error)
+            log.warning(
+                "a schedule of the solver %r breaks a rule, another one is asked; please report it (%s)", method, error
+            )
             refused = refused or error
             continue
         if refused is None:
