@@ -34,9 +34,12 @@ def recomputing_sequence(problem: Problem, seed: int) -> NodeSequence:
     return NodeSequence(tuple(nodes), boundary if problem.boundary < len(problem) else len(nodes))
 
 
-@given(st.integers(0, 10_000), st.integers(0, 10_000))
-def test_problem_simulator_and_verifier_agree(seed: int, sequence_seed: int) -> None:
-    graph = random_graph(seed)
+VIEWS = [(), (), (Phase.FORWARD,), (Phase.BACKWARD,), (Phase.FORWARD, Phase.BACKWARD)]
+
+
+@given(st.integers(0, 10_000), st.integers(0, 10_000), st.sampled_from(VIEWS))
+def test_problem_simulator_and_verifier_agree(seed: int, sequence_seed: int, only_views: tuple[Phase, ...]) -> None:
+    graph = random_graph(seed, only_views=only_views)
     problem = Problem(graph)
     for sequence in (problem.captured, recomputing_sequence(problem, sequence_seed)):
         evaluation = problem.evaluate(sequence)

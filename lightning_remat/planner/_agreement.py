@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_remat.capture._torch import default_store
-from lightning_remat.errors import InfeasibleBudgetError, RematError
+from lightning_remat.errors import InfeasibleBudgetError, RematError, ScheduleError
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +57,8 @@ class Agreement:
         kind, value = json.loads(self._store.get(f"{key}/answer"))
         if kind == "infeasible":
             raise InfeasibleBudgetError(*value)
+        if kind == "refused":
+            raise ScheduleError(value)
         if kind == "error":
             raise RematError(f"in another process: {value}")
         return value
@@ -80,6 +82,9 @@ class Agreement:
             said = ("value", value)
         except InfeasibleBudgetError as error:
             said = ("infeasible", [error.budget_bytes, error.smallest_bytes, error.op, error.module])
+            raise
+        except ScheduleError as error:
+            said = ("refused", str(error))
             raise
         except BaseException as error:
             said = ("error", f"{type(error).__name__}: {error}")

@@ -27,7 +27,7 @@ from lightning_remat.allocator import (
 )
 from lightning_remat.budget import device_bytes
 from lightning_remat.capture import _torch as internals
-from lightning_remat.errors import ConfigError, InfeasibleBudgetError
+from lightning_remat.errors import ConfigError, InfeasibleBudgetError, ScheduleError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.schedule import Schedule
 from lightning_remat.solvers import Solution, Status
@@ -88,7 +88,8 @@ class DeviceMemory:
             solution: of it, within the budget as far as tensors go.
             budget_bytes: what the step may use.
             reserved: the budget is one of reserved bytes (``"auto"``), not of allocated ones.
-            again: solves within fewer bytes; raises `InfeasibleBudgetError` where that cannot be.
+            again: solves within fewer bytes; raises `InfeasibleBudgetError` where that cannot be, `ScheduleError`
+                where what is found is refused.
 
         Returns:
             The graph, its solution and its footprint: where none was found that is within the budget, the one that comes
@@ -105,7 +106,7 @@ class DeviceMemory:
             within = less(within, graph.floor_bytes, self._excess(best, budget_bytes, reserved))
             try:
                 graph, solution = again(within)
-            except InfeasibleBudgetError:
+            except (InfeasibleBudgetError, ScheduleError):
                 break
             assert solution.schedule is not None
             found = graph, solution, self.footprint(graph, solution.schedule, limit)

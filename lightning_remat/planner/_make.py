@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 
 from lightning_remat.budget import BudgetKind, device_bytes, device_total_bytes, parse_budget
-from lightning_remat.errors import InfeasibleBudgetError
+from lightning_remat.errors import GraphError, InfeasibleBudgetError, ScheduleError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._device_memory import DeviceMemory
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._plan_cache import PlanCache
-from lightning_remat.schedule import simulate
+from lightning_remat.schedule import simulate, verify
 from lightning_remat.solvers import INTERRUPTED, Problem, Solution, Status, find_smallest, solve
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,15 @@ FIRST_SECONDS = 2.0
 
 SMALLEST_SHARE = 0.5
 """Share of the time limit for finding the smallest peak where the rest is for a cheaper schedule at it."""
+
+UNPLANNED = "none"
+"""The solver of a plan that is the captured order whatever the budget (`unplanned`)."""
+
+FOR_ONCE = "the smallest, until the call as a whole is known"
+"""Note of a plan of one part of a call, for which alone there is none within the budget."""
+
+OTHERS = ("auto", "greedy", "descent", "linearized_greedy")
+"""Solvers that are asked in turn where the verifier refuses what the configured one has found."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +65,7 @@ def make_plan(
     memory: DeviceMemory | None = None,
     reserved: bool | None = None,
     at_hand: AtHand | None = None,
+    part: bool = False,
 ) -> Plan:
     """Choose a schedule for ``graph`` within ``config.budget``.
 
@@ -70,10 +80,13 @@ def make_plan(
         memory: of the device; what its allocator takes for the schedule is part of the plan then, and within the budget.
         reserved: the budget is one of what the allocator reserves, not of what it has allocated; by default for ``"auto"``.
         at_hand: schedules to begin with: nothing dearer is taken.
+        part: the budget is that of several graphs, of which this is one that cannot wait for the others: where no schedule is
+            within it, the plan is that of the smallest peak, over the budget, with the note `FOR_ONCE`.
 
     Raises:
-        InfeasibleBudgetError: when no schedule was found; it names the smallest budget for which one was.
+        InfeasibleBudgetError: when no schedule was found, for what is no part; it names the smallest budget for which one was.
         BudgetError: for a size over what the device has.
+        ScheduleError: when the verifier refuses what any solver finds, which none should let happen.
     """
     started = time.monotonic()
     say = progress or (lambda _text: None)
@@ -104,8 +117,8 @@ def make_plan(
 
     def solved(within: int) -> tuple[ComputationGraph, Solution]:
         """The graph as it is counted, and a schedule for it within so many bytes."""
-        if baseline.peak_bytes <= within:
-            return plain, solve(plain, within, "no_remat")
+        if baseline.peak_bytes <= within and (solution := _without_remat(plain, within)) is not None:
+            return plain, solution
         path, found = (file, known) if within == budget_bytes else (None, None)
         if cache is not None and path is None:
             path = cache.path(graph, within, config)
@@ -122,6 +135,8 @@ def make_plan(
         if solution.schedule is None:
             least = smallest()
             assert least.schedule is not None
+            if part:
+                return graph, dataclasses.replace(least, notes=(*least.notes, FOR_ONCE))
             where = simulate(graph, least.schedule)
             raise InfeasibleBudgetError(within, least.peak_bytes, where.peak_op, where.peak_module)
         whole = not config.background or budget.kind is BudgetKind.MIN or solution.status is Status.OPTIMAL
@@ -135,10 +150,10 @@ def make_plan(
         say("looking at what the allocator makes of it")
         if reserved is None:
             reserved = budget.kind is BudgetKind.AUTO
-        if budget.kind is BudgetKind.MIN:
+        if budget.kind is BudgetKind.MIN or FOR_ONCE in solution.notes:
             assert solution.schedule is not None
             footprint = memory.footprint(graph_as_counted, solution.schedule)
-            budget_bytes = max(budget_bytes, footprint.allocated_bytes)
+            budget_bytes = max(budget_bytes, footprint.allocated_bytes if budget.kind is BudgetKind.MIN else 0)
         else:
             graph_as_counted, solution, footprint = memory.settle(
                 graph_as_counted, solution, budget_bytes, reserved, solved
@@ -163,6 +178,34 @@ def make_plan(
     )
 
 
+def unplanned(graph: ComputationGraph, config: RematConfig, reason: str, *, held_bytes: int = 0) -> Plan:
+    """The captured order, whatever the budget: what runs where no schedule can be made.
+
+    Raises:
+        ScheduleError: when the verifier refuses that too.
+    """
+    started = time.monotonic()
+    problem = Problem(graph)
+    peak = problem.evaluate(problem.captured).peak_bytes
+    device = torch.device(graph.device or "cpu")
+    schedule = problem.expand(problem.captured)
+    return Plan(
+        graph=graph,
+        schedule=schedule,
+        budget_bytes=resolve_budget(config, graph.floor_bytes, peak, lambda: peak, device, held_bytes),
+        predicted_peak_bytes=verify(graph, schedule),
+        baseline_peak_bytes=peak,
+        predicted_seconds=graph.seconds,
+        baseline_seconds=graph.seconds,
+        solver=UNPLANNED,
+        status=Status.FEASIBLE,
+        lower_bound_seconds=0.0,
+        bound_scope="",
+        solve_seconds=time.monotonic() - started,
+        notes=(reason,),
+    )
+
+
 def _solution(
     graph: ComputationGraph, within: int, config: RematConfig, smallest: Callable[[], Solution], beside: Solution | None
 ) -> tuple[Solution, bool]:
@@ -173,17 +216,53 @@ def _solution(
     if parse_budget(config.budget).kind is BudgetKind.MIN:
         least = smallest()
         left = max(config.time_limit - least.solve_seconds, (1 - SMALLEST_SHARE) * config.time_limit)
-        solution = solve(graph, within, config.solver, left, known=least, **config.solver_options)
+        solution = _by_any(graph, within, config, left, least)
         return solution, INTERRUPTED in solution.notes
     limits = [min(FIRST_SECONDS, config.time_limit)] if config.background else []
     for limit in (*limits, config.time_limit):
-        solution = solve(graph, within, config.solver, limit, **config.solver_options)
+        solution = _by_any(graph, within, config, limit)
         if solution.schedule is not None:
             break
     interrupted = INTERRUPTED in solution.notes
     if solution.schedule is None and beside is None and smallest().peak_bytes <= within:
         solution = smallest()
     return _cheaper_of(solution, beside), interrupted
+
+
+def _by_any(
+    graph: ComputationGraph, within: int, config: RematConfig, limit: float, known: Solution | None = None
+) -> Solution:
+    """What the configured solver finds, or another one, where the verifier refuses that.
+
+    Raises:
+        ScheduleError: where it refuses the schedules of all.
+    """
+    refused: ScheduleError | GraphError | None = None
+    for method in dict.fromkeys((config.solver, *OTHERS)):
+        options = config.solver_options if method == config.solver else {}
+        try:
+            solution = solve(graph, within, method, limit, known=known, **options)
+        except (ScheduleError, GraphError) as error:
+            log.warning(
+                "a schedule of the solver %r breaks a rule, another one is asked; please report it (%s)", method, error
+            )
+            refused = refused or error
+            continue
+        if refused is None:
+            return solution
+        if solution.schedule is not None:
+            return dataclasses.replace(solution, notes=(*solution.notes, f"{config.solver} was refused: {refused}"))
+    assert refused is not None
+    raise refused if isinstance(refused, ScheduleError) else ScheduleError(str(refused)) from refused
+
+
+def _without_remat(plain: ComputationGraph, within: int) -> Solution | None:
+    """The captured order, where the verifier takes it as the planner does: as fitting."""
+    try:
+        return solve(plain, within, "no_remat")
+    except (ScheduleError, GraphError) as error:
+        log.warning("the step without rematerialization breaks a rule, and is planned; please report it (%s)", error)
+        return None
 
 
 def _cheaper_of(solution: Solution, beside: Solution | None) -> Solution:

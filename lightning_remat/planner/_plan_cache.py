@@ -95,6 +95,15 @@ class PlanCache:
                     error,
                 )
 
+    def keep_refused(self, graph: ComputationGraph) -> str:
+        """Write a graph for which no solver finds what the verifier takes; says where it lies, for a report."""
+        path = self.directory / f"refused-{fingerprint(graph)}.json"
+        try:
+            replace_file(path, json.dumps(graph.to_dict(), separators=(",", ":")))
+        except OSError as error:
+            return f"its captured graph, which could not be written to {path} ({error})"
+        return f"its captured graph, which lies in {path}"
+
 
 def read_solution(path: Path, graph: ComputationGraph, budget_bytes: int | None = None) -> Solution:
     """The solution in a file (`PlanCache.store`, or the process of `_search`), verified.

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.fx
 
+import lightning_remat
 from lightning_remat._blocks import block_bytes
 from lightning_remat.allocator import Footprint
 from lightning_remat.budget import BudgetKind, parse_budget
@@ -31,7 +32,7 @@ from lightning_remat.capture._checkpoints import checkpoints, refuse_other_secon
 from lightning_remat.capture._joint import module_path, target_name
 from lightning_remat.capture._masks import masks_as_in_eager_mode
 from lightning_remat.cost import CostCache, OpCost, cost_model
-from lightning_remat.errors import CaptureError, InfeasibleBudgetError, RematError
+from lightning_remat.errors import CaptureError, GraphError, InfeasibleBudgetError, RematError, ScheduleError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.lowering import lower
 from lightning_remat.planner._accumulate import Accumulator
@@ -39,7 +40,7 @@ from lightning_remat.planner._agreement import Agreement
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._device_memory import DeviceAllocator, DeviceMemory, allocated_bytes
 from lightning_remat.planner._late import with_late_gradients
-from lightning_remat.planner._make import AtHand, Progress, make_plan
+from lightning_remat.planner._make import FOR_ONCE, UNPLANNED, AtHand, Progress, make_plan, unplanned
 from lightning_remat.planner._moving import MovingBuffers
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._plan_cache import PlanCache, fingerprint
@@ -131,6 +132,8 @@ class _Graph:
         plan: the one that runs, where no plan was made for the call as a whole.
         arguments: where its symbolic sizes stand among its arguments.
         sized: its plans, where it has symbolic sizes.
+        stays: its plan is not made anew: nothing was found, or what was found was refused.
+        whole: there is no other graph in a call, as far as can be told while it is captured.
         buffers: those that change between a forward and its backward.
         accumulator: takes its gradients as they are made, where it may.
         dropped: by the outputs that a backward does not come through, the gradients that are none then.
@@ -148,6 +151,8 @@ class _Graph:
     accumulator: Accumulator | None = None
     arguments: tuple[int, ...] = ()
     sized: SizedPlans | None = None
+    stays: bool = False
+    whole: bool = True
     dropped: dict[frozenset[int], frozenset[int]] = dataclasses.field(default_factory=dict)
 
 
@@ -286,11 +291,15 @@ class ScheduledStep:
             self._leave_gradients_to_autograd()
         elif compiled is self._symbolic:
             self._after_symbolic(shapes)
-        elif len(path) > 1 and (shapes, path) not in self._settled and shapes not in self._fits_anyway:
+        elif self._in_parts() and (shapes, path) not in self._settled and shapes not in self._fits_anyway:
             self._plan_together(shapes, path)
         if self._captured_now:
             self.planning_seconds = planning_seconds + time.monotonic() - started
         return result
+
+    def _in_parts(self) -> bool:
+        """Whether the present call has run several graphs, or one that has no plan within the budget as it came."""
+        return len(self._call) > 1 or any(FOR_ONCE in self.plans[number].notes for _, number in self._call)
 
     def _adds_gradients(self, result: Any) -> bool:
         """Let a call's only graph add gradients itself, if it may; whether this is as foreseen when it was captured."""
@@ -431,19 +440,26 @@ class ScheduledStep:
             self._come_down(budget_bytes)
             return budget_bytes
         graphs = [graph for graph in self._graphs if any(number in graph.versions for number in numbers)]
+        path = tuple(graph for graph, _ in self._call)
+
+        def plan_again() -> None:
+            if len(path) > 1:
+                self._plan_path(self._shapes, path)
+            else:
+                for graph in graphs:
+                    self._plan_again(graph)
+
         before = self.config
         self._come_down(budget_bytes)
         try:
-            for graph in graphs:
-                self._plan_again(graph)
+            plan_again()
         except InfeasibleBudgetError as error:
             if error.smallest_bytes >= largest.predicted_peak_bytes:
                 self.config = before
                 raise
             budget_bytes = error.smallest_bytes
             self._come_down(budget_bytes)
-            for graph in graphs:
-                self._plan_again(graph)
+            plan_again()
         return budget_bytes
 
     def _come_down(self, budget_bytes: int) -> None:
@@ -461,24 +477,37 @@ class ScheduledStep:
             if shapes != self._shapes and self.plans[number].baseline_peak_bytes * EAGER_EXTRA <= budget_bytes
         }
 
-    def _plan_again(self, graph: _Graph) -> None:
-        """A plan for a graph within the budget that was come down to, or with room for what is copied, if its own has not."""
+    def _plan_again(self, graph: _Graph, *, part: bool = False) -> None:
+        """A plan for a graph within the budget that was come down to, or with room for what is copied, if its own has not.
+
+        A part of a call for which there is none keeps the one that it has.
+        """
         plan = self.plans[graph.plan]
         copies = 0 if self.agreement is not None else graph.buffers.unplanned_bytes
         limit = plan.budget_bytes if self._limit is None and copies else self._limit
-        if graph.sized is not None or limit is None or plan.predicted_peak_bytes + copies <= limit:
+        if graph.sized is not None or graph.stays or limit is None or plan.predicted_peak_bytes + copies <= limit:
             return  # plans for symbolic sizes are chosen for each call
         graph.problem = graph.problem.replace(resident_bytes=graph.problem.resident_bytes + copies)
         graph.buffers.planned_bytes += copies
-        made = make_plan(
-            graph.problem,
-            self.config,
-            replay_bytes=replay_bytes(graph.captured),
-            progress=self._progress,
-            cache=self._plan_cache,
-            memory=graph.memory,
-            reserved=self._reserved,
-        )
+        try:
+            made = make_plan(
+                graph.problem,
+                self.config,
+                replay_bytes=replay_bytes(graph.captured),
+                progress=self._progress,
+                cache=self._plan_cache,
+                memory=graph.memory,
+                reserved=self._reserved,
+            )
+        except InfeasibleBudgetError:
+            if not part:
+                raise
+            graph.stays = True  # the whole may fit
+            return
+        except ScheduleError as error:
+            graph.stays = True
+            self._refused(graph.problem, str(error), "the plan at hand stays")
+            return
         graph.plan = self._add_plan(made, graph, graph.captured)
         log.info(
             "%s, %s: %s", self.name or "captured graph", "with copies" if copies else "within less", made.summary()
@@ -490,22 +519,36 @@ class ScheduledStep:
         """Now that all graphs of a call are known, plan them as one; the next such call runs that.
 
         Calls that begin with the same graphs run the same plans of these: which way a call goes is not known before.
+
+        Raises:
+            InfeasibleBudgetError: when the graphs do not fit together; the next such call raises it again.
         """
-        self._settled.add((shapes, path))
-        known = [self._together.get((shapes, path[: i + 1])) for i in range(len(path))]
-        shared = sum(len(graph.weights) for graph in path) > len({key for graph in path for key in graph.weights})
-        if None not in known or not (shared or any(self.plans[number].rematerializes for _, number in self._call)):
-            return
-        self._joint_plans[shapes] += 1
-        if self._joint_plans[shapes] > MOST_PATHS:
-            if self._joint_plans[shapes] == MOST_PATHS + 1:
+        if self._needs_one_plan(shapes, path):
+            if self._joint_plans[shapes] < MOST_PATHS:
+                self._plan_path(shapes, path)
+            elif self._joint_plans[shapes] == MOST_PATHS:
                 log.warning(
                     "%s is captured as more than %d different sequences of graphs: the others are not planned as a whole, "
                     "and may run over the budget",
                     self.name or "the step",
                     MOST_PATHS,
                 )
-            return
+            self._joint_plans[shapes] += 1
+        self._settled.add((shapes, path))
+
+    def _needs_one_plan(self, shapes: Shapes, path: _Path) -> bool:
+        """Whether what the graphs of a call run, each planned as it came, may be other than what a plan for all of them is."""
+        if all((shapes, path[: i + 1]) in self._together for i in range(len(path))):
+            return False
+        budget = parse_budget(self.config.budget)
+        of_each = budget.kind is BudgetKind.MIN or (budget.kind is BudgetKind.SHARE and budget.value != 1)
+        shared = sum(len(graph.weights) for graph in path) > len({key for graph in path for key in graph.weights})
+        ran = [self.plans[number] for _, number in self._call]
+        return of_each or shared or any(plan.rematerializes or FOR_ONCE in plan.notes for plan in ran)
+
+    def _plan_path(self, shapes: Shapes, path: _Path) -> None:
+        """One plan for the graphs of a call, those that already have one for calls that begin alike kept if that can be."""
+        known = [self._together.get((shapes, path[: i + 1])) for i in range(len(path))]
         fixed = [number for number in known[: known.index(None)] if number is not None]
         log.info("%s is captured as %d graphs, and planned again together", self.name or "the step", len(path))
         captured = {graph: with_outside(graph.captured) for graph in path}
@@ -520,7 +563,10 @@ class ScheduledStep:
             self._together = {
                 key: number for key, number in self._together.items() if not _begins_alike(key, shapes, path)
             }
-            self._settled = {key for key in self._settled if not _begins_alike(key, shapes, path)} | {(shapes, path)}
+            self._settled = {key for key in self._settled if not _begins_alike(key, shapes, path)}
+        except ScheduleError as error:
+            self._refused(parts[0].graph, str(error), "its graphs keep the plans that were made for each")
+            return
         for i in range(len(fixed), len(path)):
             self._together[shapes, path[: i + 1]] = self._add_plan(plans[i], path[i], parts[i].captured)
 
@@ -627,7 +673,8 @@ class ScheduledStep:
         planned: list[tuple[CapturedGraph, ComputationGraph, Surroundings, DeviceMemory | None, int]] = []
         autocast = Autocast.around(module)
         draws_anew = any(node.kwargs.get("preserve_rng_state", True) is False for node in in_checkpoints)
-        alone = self._accumulates() and internals.is_whole_function(module, inputs)
+        whole = internals.is_whole_function(module, inputs)
+        alone = self._accumulates() and whole
         accumulator = Accumulator(inputs) if alone else None
 
         def partition(
@@ -658,8 +705,10 @@ class ScheduledStep:
                 captured = captured.at([rounded_up(n, most) for n, most in zip(sizes, limits, strict=True)])
             try:
                 with internals.real_tensors(), internals.collected():
-                    captured, problem, plan, around, memory = self._plan(captured, weights)
+                    captured, problem, plan, around, memory = self._plan(captured, weights, whole)
                     self._allocator.arrange(plan.footprint, captured.device)
+            except (ScheduleError, GraphError):  # a defect: nothing of it may reach the user's step
+                raise
             except RematError as error:
                 raise _Stop(error) from error
             index = next((i for i, known in enumerate(self.plans) if known is plan), len(self.plans))
@@ -700,6 +749,7 @@ class ScheduledStep:
             plan=index,
             buffers=buffers,
             accumulator=accumulator,
+            whole=whole,
         )
         self._captured_now.append(index)
         if self._on_plan is not None:
@@ -744,9 +794,11 @@ class ScheduledStep:
             sized = graph.sized.at(tuple(int(args[i]) for i in graph.arguments))
             self.planning_seconds += time.monotonic() - started
             return sized.number, sized.plan
-        self._plan_again(graph)
         path = (*(one for one, _ in self._call), graph)
-        number = self._together.get((self._shapes, path), graph.plan)
+        number = self._together.get((self._shapes, path))
+        if number is None:
+            self._plan_again(graph, part=bool(self._call) or not graph.whole)
+            number = graph.plan
         return number, self.plans[number]
 
     def _sized_plans(self, graph: _Graph, captured: CapturedGraph, weights: Weights, number: int) -> SizedPlans:
@@ -821,13 +873,13 @@ class ScheduledStep:
         self._failed(reason, None)
 
     def _plan(
-        self, captured: CapturedGraph, weights: Weights
+        self, captured: CapturedGraph, weights: Weights, whole: bool
     ) -> tuple[CapturedGraph, ComputationGraph, Plan, Surroundings, DeviceMemory | None]:
         """The graph with costs, the same with what lies around it, its plan, what lies around it, and the device's memory."""
         captured, cost_seconds = self._measured(captured)
         captured = with_late_gradients(captured)
         around, memory = self._on_device(captured, self._surroundings())
-        graph, plan = self._made(captured, weights, around, memory, cost_seconds=cost_seconds)
+        graph, plan = self._made(captured, weights, around, memory, cost_seconds=cost_seconds, whole=whole)
         return captured, graph, plan, around, memory
 
     def _on_device(self, captured: CapturedGraph, around: Surroundings) -> tuple[Surroundings, DeviceMemory | None]:
@@ -878,6 +930,7 @@ class ScheduledStep:
         *,
         cost_seconds: float = 0.0,
         most_seconds: float = math.inf,
+        whole: bool = True,
     ) -> tuple[ComputationGraph, Plan]:
         """A graph with what lies around it, and its plan."""
         config = dataclasses.replace(self.config, time_limit=min(self.config.time_limit, most_seconds))
@@ -902,12 +955,9 @@ class ScheduledStep:
 
         def make() -> Plan:
             try:
-                return make_plan(graph, config, **record)
-            except InfeasibleBudgetError:
-                if not earlier:
-                    raise
-                # What ran before cannot be taken back: this once, as small as can be; then all are planned together.
-                return make_plan(graph, dataclasses.replace(config, budget="min"), **record)
+                return make_plan(graph, config, part=bool(earlier) or not whole, **record)
+            except ScheduleError as error:
+                return unplanned(graph, config, str(error), held_bytes=record["held_bytes"])
 
         plan = self._agreed(
             lambda: f"plan {fingerprint(graph)}",
@@ -916,6 +966,8 @@ class ScheduledStep:
             lambda data: Plan.from_dict(data, ComputationGraph.from_dict(data["graph"])),
         )
         log.info("%s: %s", self.name or "captured graph", plan.summary())
+        if plan.solver == UNPLANNED:
+            self._refused(plan.graph, plan.notes[0], "it runs without rematerialization")
         return graph, plan
 
     def _agreed(
@@ -929,6 +981,20 @@ class ScheduledStep:
         if self.agreement is None:
             return answer()
         return decode(self.agreement.once(question(), lambda: encode(answer())))
+
+    def _refused(self, graph: ComputationGraph, reason: str, instead: str) -> None:
+        """The verifier refuses what is found for a graph: a defect of ours, which is said once, with what shows it."""
+        reason = f"every schedule that was found for it breaks a rule ({reason})"
+        if reason in self.failures:
+            return
+        self.failures.append(reason)
+        warnings.warn(
+            f"{self.name or 'the step'} (or a part of it): {reason}. This is a defect of lightning_remat "
+            f"{lightning_remat.__version__}: {instead}. Please report it with this message, torch's version "
+            f"({torch.__version__}), the budget ({self.config.budget!r}) and {self._plan_cache.keep_refused(graph)}",
+            RematWarning,
+            stacklevel=2,
+        )
 
     def _failed(self, reason: str, error: Exception | None) -> None:
         reason = reason.strip().splitlines()[0] if reason.strip() else type(error).__name__

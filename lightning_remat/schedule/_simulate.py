@@ -21,8 +21,8 @@ class Timeline:
         during: bytes held while each step runs (workspace and outputs of a running op included), one a step.
         after: bytes held when each step is done.
         seconds_after: time passed when each step is done.
-        peak_bytes: the largest of ``during``; what is resident when there are no steps.
-        peak_step: index of the first step at which the peak occurs (-1 when there are no steps).
+        peak_bytes: the largest of ``during`` while an op runs; what is resident at the start when none does.
+        peak_step: index of the first step at which the peak occurs (-1 when no op runs).
         peak_op: name of the op computed there ("" for a step that computes none).
         peak_module: that op's module path.
         seconds: time of all evaluations.
@@ -55,12 +55,15 @@ def simulate(graph: ComputationGraph, schedule: Schedule) -> Timeline:
     after = np.zeros(count, dtype=np.int64)
     seconds_after = np.zeros(count, dtype=np.float64)
     seconds, saved = 0.0, 0
+    peak, peak_step = memory.held, -1
     for index, step in enumerate(schedule.steps):
         if index == schedule.boundary:
             saved = memory.cross_boundary()
         if isinstance(step, Compute):
             during[index] = memory.compute(step.op, step.over)
             seconds += graph.ops[step.op].seconds
+            if peak_step < 0 or during[index] > peak:
+                peak, peak_step = int(during[index]), index
         else:
             during[index] = memory.held
             memory.free(step.tensor)
@@ -68,14 +71,13 @@ def simulate(graph: ComputationGraph, schedule: Schedule) -> Timeline:
         seconds_after[index] = seconds
     if schedule.boundary == count:
         saved = memory.cross_boundary()
-    peak_step = int(during.argmax()) if count else -1
-    peak = schedule.steps[peak_step] if count else None
-    op = graph.ops[peak.op] if isinstance(peak, Compute) else None
+    highest = schedule.steps[peak_step] if peak_step >= 0 else None
+    op = graph.ops[highest.op] if isinstance(highest, Compute) else None
     return Timeline(
         during=during,
         after=after,
         seconds_after=seconds_after,
-        peak_bytes=int(during[peak_step]) if count else memory.held,
+        peak_bytes=peak,
         peak_step=peak_step,
         peak_op=op.name if op else "",
         peak_module=op.module if op else "",

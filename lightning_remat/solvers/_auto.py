@@ -11,9 +11,12 @@ answer's notes.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 
+from lightning_remat.errors import GraphError, ScheduleError, SolverError
+from lightning_remat.schedule import verify
 from lightning_remat.solvers._crossing import BACKWARD_AFTER_FORWARD
 from lightning_remat.solvers._descent import needs_more
 from lightning_remat.solvers._improve import improve
@@ -22,6 +25,8 @@ from lightning_remat.solvers._prune import once
 from lightning_remat.solvers._registry import Answer, register, run_algorithm
 from lightning_remat.solvers._reorder import Reordered, reorder
 from lightning_remat.solvers._solution import Status
+
+log = logging.getLogger(__name__)
 
 EXACT_UP_TO = 40
 """Nodes up to which Checkmate's program is tried whole."""
@@ -52,6 +57,9 @@ IMPROVING_SHARES = (0.6, 3.5)
 
 CLOSED_GAP = 0.001
 """Gap up to which nothing is improved any more: costs are not known as well as that."""
+
+REFUSED = "what it found breaks a rule, and another schedule is taken; please report it"
+"""Of a method that has a defect."""
 
 EXACT = 1e-9
 """Gap up to which a schedule is optimal: what rounding leaves."""
@@ -149,9 +157,14 @@ class _Portfolio:
         """Run one method until ``limit``, on the problem or on another order of it; returns whether it has found something."""
         begun = time.monotonic()
         self.asked.add(method)
-        answer = run_algorithm(method, other or self.problem, self.budget_bytes, limit)
-        taken = time.monotonic() - begun
         label = f"{method}, reordered" if other else method
+        try:
+            answer = run_algorithm(method, other or self.problem, self.budget_bytes, limit)
+        except (SolverError, GraphError) as error:  # a defect of that method: there are others
+            self.notes.append(f"{label}: {REFUSED}: {error}")
+            log.warning("%s: %s (%s)", label, REFUSED, error)
+            return False
+        taken = time.monotonic() - begun
         if answer.sequence is None:
             self.notes.append(f"{label}: {answer.status.value} after {taken:.1f} s")
         else:
@@ -227,6 +240,25 @@ class _Portfolio:
                 best[index] = (now, better, method)
             best = sorted(best, key=lambda one: one[0])[: max(1, len(best) // 2)]
 
+    def verified(self) -> tuple[float, NodeSequence, str]:
+        """The cheapest that the verifier takes.
+
+        Raises:
+            ScheduleError: where it takes none of them, which no method should let happen.
+        """
+        refused: ScheduleError | None = None
+        for one in sorted(self.found, key=lambda one: one[0]):
+            try:
+                verify(self.problem.graph, self.problem.expand(one[1]), self.budget_bytes)
+            except ScheduleError as error:
+                refused = refused or error
+                self.notes.append(f"{one[2]}: {REFUSED}: {error}")
+                log.warning("%s: %s (%s)", one[2], REFUSED, error)
+            else:
+                return one
+        assert refused is not None, "asked where something was found"
+        raise refused
+
     def answer(self, started: float) -> Answer:
         """The cheapest, with the bound that holds for it."""
         if not self.found:
@@ -234,7 +266,7 @@ class _Portfolio:
             bound, scope = self.proven(math.inf)
             status = Status.TIMEOUT if late else Status.INFEASIBLE
             return Answer(None, status, bound, scope, notes=tuple(self.notes))
-        cost, sequence, method = min(self.found, key=lambda one: one[0])
+        cost, sequence, method = self.verified()
         bound, scope = self.proven(cost)
         status = Status.OPTIMAL if cost <= bound * (1 + EXACT) else Status.FEASIBLE
         self.notes.append(f"chose {method} after {time.monotonic() - started:.1f} s")

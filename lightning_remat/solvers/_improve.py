@@ -55,7 +55,7 @@ def improve(
     lives = Lives(problem, drop_unused(problem, sequence))
     seconds = lives.seconds
     attempts = failures = 0
-    while lives.movable and failures < most and time.monotonic() < deadline:
+    while lives.movable and lives.keys and failures < most and time.monotonic() < deadline:
         attempts += 1
         failures += 1
         spans = _neighbourhood(lives, generator)

@@ -188,28 +188,45 @@ class PlainProblem:
     def evaluate(self, sequence: NodeSequence) -> Evaluation:
         """Peak and time of ``sequence`` with every value freed after its last use."""
         memory = self.memory(sequence)
-        peak = max(memory, default=self.base_bytes + self.forward_extra_bytes)
+        peak = max(memory, default=max(self.at_start_bytes, self.base_bytes + self.tangent_bytes))
         seconds = self.seconds
         return Evaluation(peak, sum([seconds[n] for n in sequence.nodes]), memory.index(peak) if memory else -1)
+
+    @property
+    def at_start_bytes(self) -> int:
+        """Held before anything has run."""
+        return self.base_bytes + self.forward_extra_bytes
+
+    @property
+    def tangent_bytes(self) -> int:
+        """Of what the caller hands in when the backward begins."""
+        return sum([self.nbytes[v] for v in self.tangents])
 
     def memory(
         self, sequence: NodeSequence, frees: list[list[int]] | None = None, taken: dict[int, int] | None = None
     ) -> list[int]:
-        """Bytes held while the node at each position runs; its `last_uses` and what is `taken` may be given."""
+        """Bytes held while the node at each position runs; its `last_uses` and what is `taken` may be given.
+
+        A forward or a backward of views alone has no position: what is held there counts at the one next to it.
+        """
         frees = self.last_uses(sequence) if frees is None else frees
         taken = self.taken(sequence, frees) if taken is None else taken
         nbytes, writes, workspace = self.nbytes, self.writes, self.workspace
-        held = self.base_bytes + self.forward_extra_bytes
+        held = self.at_start_bytes
         profile: list[int] = []
         for position, node in enumerate(sequence.nodes):
             if position == sequence.boundary:
-                held += sum([nbytes[v] for v in self.tangents]) - self.forward_extra_bytes
+                held += self.tangent_bytes - self.forward_extra_bytes
             for v in writes[node]:
                 held += nbytes[v]
             now = held + workspace[node]
             profile.append(now - nbytes[taken[position]] if position in taken else now)
             for v in frees[position + 1]:
                 held -= nbytes[v]
+        if profile and sequence.boundary == 0:
+            profile[0] = max(profile[0], self.at_start_bytes)
+        if profile and sequence.boundary == len(profile):
+            profile[-1] = max(profile[-1], held + self.tangent_bytes - self.forward_extra_bytes)
         return profile
 
 

@@ -56,6 +56,14 @@ def required(problem: PlainProblem) -> list[int]:
     return list(once(problem).nodes)
 
 
+def resting_bytes(problem: PlainProblem) -> int:
+    """Held whatever the schedule while no node runs: at the start, and as a backward without nodes (of views alone) begins."""
+    if any(problem.is_backward):
+        return problem.at_start_bytes
+    kept = {*problem.forward_outputs, *problem.finals} if required(problem) else problem.tangents
+    return max(problem.at_start_bytes, problem.base_bytes + sum([problem.nbytes[v] for v in kept]))
+
+
 def _tight_moments(extra: int, held: npt.NDArray[np.int64], budget_bytes: int) -> float:
     return extra * float(((held / budget_bytes) ** 8).sum())
 

@@ -14,7 +14,7 @@ from lightning_remat.graph import ComputationGraph
 from lightning_remat.schedule import verify
 from lightning_remat.solvers._plugins import Registry
 from lightning_remat.solvers._problem import NodeSequence, PlainProblem, Problem
-from lightning_remat.solvers._prune import required
+from lightning_remat.solvers._prune import required, resting_bytes
 from lightning_remat.solvers._solution import Solution, Status
 
 ANY_ORDER = "any schedule, in any order"
@@ -133,7 +133,10 @@ def solve(
     problem = Problem(graph)
     sequence = problem.contract(known.schedule) if known is not None and known.schedule is not None else None
     goes_on = {"known": sequence} if "known" in inspect.signature(algorithm).parameters else {}
-    answer = algorithm(problem, budget_bytes, deadline=started + time_limit, **goes_on, **options)
+    if (resting := resting_bytes(problem)) > budget_bytes:
+        answer = Answer(None, Status.INFEASIBLE, notes=(f"{resting:,} bytes are held while nothing runs",))
+    else:
+        answer = algorithm(problem, budget_bytes, deadline=started + time_limit, **goes_on, **options)
     if not isinstance(answer, Answer):  # the type checker cannot see into other packages
         raise SolverError(f"solver {method!r} returned a {type(answer).__name__}, not an Answer")
     if sequence is not None and known is not None:

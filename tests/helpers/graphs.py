@@ -30,11 +30,12 @@ def random_graph(
     *,
     multi_output: bool = True,
     overwriting: bool = True,
+    only_views: tuple[Phase, ...] = (),
 ) -> ComputationGraph:
     """A random training-like graph: inputs, forward ops, a loss handed out, tangent, backward ops, gradients.
 
     Some ops are views, have two outputs, are random or not recomputable, or (with ``overwriting``) may overwrite an input;
-    costs and sizes vary, zeros included.
+    costs and sizes vary, zeros included. All ops of the phases ``only_views`` are views.
     """
     rng = random.Random(seed)
     tensors: list[Tensor] = []
@@ -64,7 +65,7 @@ def random_graph(
         chosen = rng.sample(pool, min(len(pool), rng.randint(1, 3)))
         if must is not None and must not in chosen:
             chosen.append(must)
-        kind = rng.random()
+        kind = 0.0 if phase in only_views else rng.random()
         if kind < 0.15:
             outputs = (tensor(None, storage=tensors[chosen[0]].storage),)
             ops.append(Op(f"view{len(ops)}", "view", (chosen[0],), outputs, phase))
