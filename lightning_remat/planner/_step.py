@@ -243,6 +243,7 @@ class ScheduledStep:
             function, self._symbolic_backend, symbolic=True
         )
         self._static_shapes: dict[Shapes, None] = {}
+        self._floats = internals.VaryingFloats()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or self._gave_up:
@@ -263,7 +264,7 @@ class ScheduledStep:
         tracing = internals.uncollected() if first and compiled is self._static else contextlib.nullcontext()
         known_failures = internals.capture_failures() if not self.plans or compiled is self._symbolic else None
         try:
-            running = internals.running(self._dynamic_sources())
+            running = internals.running(self._dynamic_sources(), self._floats)
             with tracing, running, masks_as_in_eager_mode(), internals.varying(varying):
                 result = compiled(*args, **kwargs)
         except _NoSymbols:
@@ -328,7 +329,7 @@ class ScheduledStep:
             )
         if self._captures[shapes] > MOST_CAPTURES:
             condition = internals.recapture_reason(self._began)
-            words = f"this did not hold at last: {condition}" if condition else "such as a Python float"
+            words = f"this did not hold at last: {condition}" if condition else "such as a Python number"
             self._give_up(
                 f"it was captured {self._captures[shapes]} times for the same shapes, because it depends on a value that "
                 f"changes from call to call ({words}); pass such a value as a tensor, or read it outside"
@@ -616,6 +617,8 @@ class ScheduledStep:
     def _backend(
         self, module: torch.fx.GraphModule, inputs: Sequence[Any], symbolic: bool = False
     ) -> Callable[..., Any]:
+        if internals.sizes_from_floats(module):  # a plan is one for sizes that are known
+            internals.floats_as_constants(module)
         parameters = [isinstance(value, torch.nn.Parameter) for value in inputs]
         weights: dict[int, int] = {}
         planned: list[tuple[CapturedGraph, ComputationGraph, Surroundings, DeviceMemory | None, int]] = []
@@ -665,6 +668,7 @@ class ScheduledStep:
         try:
             compiled, exchange = internals.aot_backend(module, inputs, partition, PARTS, symbolic)
         except Exception as error:  # whatever torch raises: the graph runs as before, and the reason is said
+            internals.floats_as_constants(module)
             if symbolic and not self._call:
                 self._without_symbols(f"{type(error).__name__}: {error}")
                 raise _NoSymbols from error
