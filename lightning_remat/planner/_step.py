@@ -29,6 +29,7 @@ from lightning_remat.capture import PARTS, Autocast, CapturedGraph, from_joint, 
 from lightning_remat.capture import _torch as internals
 from lightning_remat.capture._joint import module_path, target_name
 from lightning_remat.capture._masks import masks_as_in_eager_mode
+from lightning_remat.capture._numpy import numpy_as_constants
 from lightning_remat.cost import CostCache, OpCost, cost_model
 from lightning_remat.errors import InfeasibleBudgetError, RematError
 from lightning_remat.graph import ComputationGraph
@@ -265,7 +266,7 @@ class ScheduledStep:
         known_failures = internals.capture_failures() if not self.plans or compiled is self._symbolic else None
         try:
             running = internals.running(self._dynamic_sources(), self._floats)
-            with tracing, running, masks_as_in_eager_mode(), internals.varying(varying):
+            with tracing, running, masks_as_in_eager_mode(), numpy_as_constants(), internals.varying(varying):
                 result = compiled(*args, **kwargs)
         except _NoSymbols:
             return self(*args, **kwargs)
