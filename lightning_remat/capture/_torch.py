@@ -24,7 +24,10 @@ What is used and why:
 * ``_dynamo.config``: the recompile limit, logging calls and DDP's graph splitting are set while a step runs, and put back.
 * ``VariableBuilder.wrap_symfloat``: Dynamo makes an input of a Python float only where all sizes are symbols too, with no way
   to ask for one (see `VaryingFloats`). AOTAutograd would make tensors of such floats, which round otherwise: that is left out
-  (``TENSORIFY_PYTHON_SCALARS``). ``TensorifyState`` tells Dynamo to begin again with a float as a constant.
+  (``TENSORIFY_PYTHON_SCALARS``). ``TensorifyState`` tells Dynamo to begin again with a float as a constant. ``SymNode``
+  simplifies what Python rounds at each operation, and ``_format_value`` forgets a float's format: both are corrected.
+* Dynamo's variables for Python's built-ins and NumPy's functions, and its handlers of comparisons: what is made of constants is
+  one (see `_numpy`).
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ import dataclasses
 import functools
 import gc
 import logging
+import math
 import operator
 import os
 import re
@@ -627,7 +631,7 @@ class VaryingFloats:
 
         def wrap(builder: VariableBuilder, value: float) -> VariableTracker:
             name = builder.name
-            static = not _RETURNED.match(name) and self._first.setdefault((builder.tx.f_code, name), value) == value
+            static = not _RETURNED.fullmatch(name) and self._first.setdefault((builder.tx.f_code, name), value) == value
             with torch._dynamo.config.patch(assume_static_by_default=static):
                 return own(builder, value)
 
@@ -639,9 +643,8 @@ class VaryingFloats:
             VariableBuilder.wrap_symfloat = own  # type: ignore[method-assign]
 
 
-_RETURNED = re.compile(r"L\['___stack\d+'\]")
-"""What a call has returned that the graph breaks at."""
-
+_RETURNED = re.compile(r"L\['___stack\d+'\](\[[^\]]*\])*")
+"""What a call has returned that the graph breaks at, and items of it."""
 
 _ROUNDED = {"add": "+", "sub": "-", "mul": "*"}
 
@@ -663,9 +666,10 @@ def _rounded(left: Any, own: Callable[[Any, Any], Any], sign: str, right: Any) -
     """A result of Python's float arithmetic, as a symbol of its own: guards compute it as the step does."""
     found = own(left, right)
     expression = found.expr
-    if found.pytype is not float or found.hint is None or expression.is_Symbol or expression.is_number:
-        return found
     environment = found.shape_env
+    known_before = found.pytype is float and found.hint is not None and math.isfinite(found.hint)
+    if not known_before or expression.is_Symbol or expression.is_number or environment.tracked_fakes is None:
+        return found
     known = vars(environment).setdefault("_lightning_remat_rounded", {})
     if (sign, left.expr, right.expr) not in known:
         source = ConstantSource(f"({_words(left)} {sign} {_words(right)})")
@@ -734,6 +738,7 @@ def floats_as_constants(graph_module: torch.fx.GraphModule) -> None:
         TensorifyState.specialize(name)
     if names:
         raise TensorifyScalarRestartAnalysis
+    TensorifyState.clear()
 
 
 @contextlib.contextmanager
