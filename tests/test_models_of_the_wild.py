@@ -1585,16 +1585,23 @@ def test_not_captured_and_the_reason_is_said(make: type[Wild], reason: str) -> N
     assert len(remat.failures) == 1 and not remat.plans
 
 
-@pytest.mark.parametrize("make", [CountsInAPart, LogsItsLearningRate])
-@pytest.mark.filterwarnings("ignore:only a part of LogsItsLearningRate")  # after it was given up in the middle of one
-def test_captured_until_it_is_given_up(make: type[Wild]) -> None:
-    """What the step reads is another Python number every time."""
-    options = {"train": make.train_loader, "max_epochs": 3}
-    plain, remat = fit(make, **options), tight()
+def test_captured_until_it_is_given_up() -> None:
+    """What the step reads is another Python number every time, and a whole one."""
+    options = {"train": CountsInAPart.train_loader, "max_epochs": 3}
+    plain, remat = fit(CountsInAPart, **options), tight()
     with pytest.warns(RematWarning, match="depends on a value that changes from call to call"):
-        run = fit(make, remat, **options)
+        run = fit(CountsInAPart, remat, **options)
     assert_same(plain.results, run.results)
     assert len(remat.failures) == 1 and sum(remat.runs) == 5
+
+
+@pytest.mark.filterwarnings("ignore:only a part of LogsItsLearningRate")  # Dynamo takes its weights from the optimizer
+def test_a_learning_rate_that_is_scheduled() -> None:
+    options = {"train": LogsItsLearningRate.train_loader, "max_epochs": 3}
+    plain, remat = fit(LogsItsLearningRate, **options), tight()
+    run = fit(LogsItsLearningRate, remat, **options)
+    assert_same(plain.results, run.results)
+    assert not remat.failures and remat.runs == (6,)
 
 
 @pytest.mark.parametrize("make", [TwoLosses, TwoLossesRetained])

@@ -29,6 +29,12 @@ What is used and why:
 * ``TracingContext``: AOTAutograd's notes on what a forward saves, which hold for its first version only (see `Exchange`).
 * ``_accelerator_setAllocatorSettings``: expandable segments are switched on while a scheduled step runs.
 * ``_dynamo.config``: the recompile limit, logging calls and DDP's graph splitting are set while a step runs, and put back.
+* ``VariableBuilder.wrap_symfloat``: Dynamo makes an input of a Python float only where all sizes are symbols too, with no way
+  to ask for one (see `VaryingFloats`). AOTAutograd would make tensors of such floats, which round otherwise: that is left out
+  (``TENSORIFY_PYTHON_SCALARS``). ``TensorifyState`` tells Dynamo to begin again with a float as a constant. ``SymNode``
+  simplifies what Python rounds at each operation, and ``_format_value`` forgets a float's format: both are corrected.
+* Dynamo's variables for Python's built-ins and NumPy's functions, and its handlers of comparisons: what is made of constants is
+  one (see `_numpy`).
 """
 
 from __future__ import annotations
@@ -38,6 +44,7 @@ import dataclasses
 import functools
 import gc
 import logging
+import math
 import operator
 import os
 import re
@@ -57,12 +64,19 @@ import torch.fx
 from torch._C import DispatchKey, DispatchKeySet
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.exc import unimplemented
+from torch._dynamo.bytecode_transformation import create_call_function
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis, unimplemented
 from torch._dynamo.guards import install_guard
-from torch._dynamo.source import TensorProperty, TensorPropertySource
+from torch._dynamo.source import ConstantSource, TensorProperty, TensorPropertySource
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase, TensorifyState
+from torch._dynamo.symbolic_convert import compare_op_handlers as compare_handlers
 from torch._dynamo.utils import counters as dynamo_counters
 from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.tensor import TensorVariable
+from torch._dynamo.variables.builder import TrackedFake, VariableBuilder  # type: ignore[attr-defined]
+from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.misc import GetAttrVariable, NumpyVariable, StringFormatVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
@@ -81,25 +95,33 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd.function import BackwardCFunction
 from torch.fx.experimental import _config as symbolic_config
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeGuardPythonPrinter
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.reference import PythonReferenceAnalysis
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from lightning_remat.capture._layouts import real_layout, with_narrow_gaps
 from lightning_remat.capture._regions import inline_regions
 
 __all__ = [
+    "BaseListVariable",
+    "BuiltinVariable",
     "FakeTensor",
+    "GetAttrVariable",
     "HigherOrderOperator",
     "Modules",
+    "NumpyVariable",
     "OpOverload",
     "Source",
     "TensorVariable",
     "TorchInGraphFunctionVariable",
     "VariableTracker",
+    "VaryingFloats",
     "accumulates_into",
     "allocator_settings",
     "aot_backend",
@@ -108,6 +130,7 @@ __all__ = [
     "capture_failures",
     "captured_node",
     "collected",
+    "compare_handlers",
     "compile_frame",
     "computed",
     "copied",
@@ -115,12 +138,14 @@ __all__ = [
     "dynamo_counters",
     "expression",
     "fake_tensors",
+    "floats_as_constants",
     "free_symbols",
     "given",
     "given_now",
     "guard_on",
     "hint",
     "in_backward",
+    "is_size",
     "is_whole_function",
     "keep_saved",
     "largest",
@@ -132,10 +157,12 @@ __all__ = [
     "real_layouts",
     "real_tensors",
     "recapture_reason",
+    "reconstruct_copy",
     "run_below_autograd",
     "run_on_cpu",
     "running",
     "set_allocator_settings",
+    "sizes_from_floats",
     "spaced_results",
     "substitute",
     "tensor_leaves",
@@ -648,12 +675,14 @@ def aot_backend(
     with (
         uncollected(),
         whole_ops(symbolic),
+        _floats_stay(),
         real_layouts(),
         spaced_results(),
         functorch_config.patch(settings),
         inductor_config.patch(fallback_random=True),
     ):
         compiled: Callable[..., Any] = backend(graph_module, example_inputs)
+    TensorifyState.clear()  # what Dynamo began again for is captured
     return compiled, exchange
 
 
@@ -689,6 +718,148 @@ def default_store() -> Any:
     """
     return torch.distributed.distributed_c10d._get_default_store()
 
+
+class VaryingFloats:
+    """The Python floats that a function reads and that change from call to call: one graph holds for all of their values.
+
+    A float is one of them where it was seen to change, and from the first where what Dynamo left alone has just returned it
+    (``np.random.beta``).
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[types.CodeType, str], float] = {}
+
+    @contextlib.contextmanager
+    def symbolic(self) -> Iterator[None]:
+        """Meanwhile Dynamo makes inputs of them."""
+        own = VariableBuilder.wrap_symfloat
+
+        def wrap(builder: VariableBuilder, value: float) -> VariableTracker:
+            name = builder.name
+            static = not _RETURNED.fullmatch(name) and self._first.setdefault((builder.tx.f_code, name), value) == value
+            with torch._dynamo.config.patch(assume_static_by_default=static):
+                return own(builder, value)
+
+        VariableBuilder.wrap_symfloat = wrap  # type: ignore[assignment, method-assign]
+        try:
+            with _rounding_as_python_does(), _formatting_as_python_does():
+                yield
+        finally:
+            VariableBuilder.wrap_symfloat = own  # type: ignore[method-assign]
+
+
+_RETURNED = re.compile(r"L\['___stack\d+'\](\[[^\]]*\])*")
+"""What a call has returned that the graph breaks at, and items of it."""
+
+_ROUNDED = {"add": "+", "sub": "-", "mul": "*"}
+
+
+@contextlib.contextmanager
+def _rounding_as_python_does() -> Iterator[None]:
+    """The arithmetic of symbolic floats is not simplified: ``(t + 1e16) - 1e16`` is not ``t``."""
+    own = {name: getattr(SymNode, name) for name in _ROUNDED}
+    for name, sign in _ROUNDED.items():
+        setattr(SymNode, name, functools.partialmethod(_rounded, own[name], sign))
+    try:
+        yield
+    finally:
+        for name, method in own.items():
+            setattr(SymNode, name, method)
+
+
+def _rounded(left: Any, own: Callable[[Any, Any], Any], sign: str, right: Any) -> Any:
+    """A result of Python's float arithmetic, as a symbol of its own: guards compute it as the step does."""
+    found = own(left, right)
+    expression = found.expr
+    environment = found.shape_env
+    known_before = found.pytype is float and found.hint is not None and math.isfinite(found.hint)
+    if not known_before or expression.is_Symbol or expression.is_number or environment.tracked_fakes is None:
+        return found
+    known = vars(environment).setdefault("_lightning_remat_rounded", {})
+    if (sign, left.expr, right.expr) not in known:
+        source = ConstantSource(f"({_words(left)} {sign} {_words(right)})")
+        symbol = environment.create_unspecified_symbol(found.hint, source, DimDynamic.DYNAMIC)
+        number = environment.create_symfloatnode(symbol, hint=found.hint, source=source)
+        environment.tracked_fakes.append(TrackedFake(number, source, None))
+        known[sign, left.expr, right.expr] = symbol, source
+    symbol, source = known[sign, left.expr, right.expr]
+    return environment.create_symfloatnode(symbol, hint=found.hint, source=source).node
+
+
+def _words(number: Any) -> str:
+    """A symbolic number in Python, as guards write it."""
+    sources = number.shape_env.var_to_sources
+    return str(ShapeGuardPythonPrinter(sources, _name_of, sources).doprint(number.expr))
+
+
+def _name_of(source: Source) -> str:
+    name: Any = source.name  # a method in torch 2.11
+    return str(name() if callable(name) else name)
+
+
+@contextlib.contextmanager
+def _formatting_as_python_does() -> Iterator[None]:
+    """A symbolic float in an f-string is formatted when the step runs (Dynamo forgets the format)."""
+    own = InstructionTranslatorBase._format_value
+
+    def format_value(translator: InstructionTranslatorBase, spec: VariableTracker, flags: int) -> None:
+        value = translator.stack[-1].realize()
+        if isinstance(value, SymNodeVariable) and isinstance(value.sym_num, torch.SymFloat):
+            form = "{:" + spec.as_python_constant() + "}"
+            translator.stack[-1] = StringFormatVariable.create(form, [value], {})
+        else:
+            own(translator, spec, flags)
+
+    InstructionTranslatorBase._format_value = format_value  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        InstructionTranslatorBase._format_value = own  # type: ignore[method-assign]
+
+
+def _float_symbols(graph_module: torch.fx.GraphModule) -> list[str]:
+    """The names of the symbols of Python floats that a graph of Dynamo's is given."""
+    examples = (node.meta.get("example_value") for node in graph_module.graph.find_nodes(op="placeholder"))
+    numbers = (getattr(example, "item_memo", None) for example in examples if isinstance(example, FakeTensor))
+    return [number.node._expr.name for number in numbers if isinstance(number, torch.SymFloat)]
+
+
+def sizes_from_floats(graph_module: torch.fx.GraphModule) -> bool:
+    """Whether a tensor in a graph of Dynamo's has a size that is computed from a Python float."""
+    examples = (node.meta.get("example_value") for node in graph_module.graph.nodes)
+    shapes = (example.shape for example in tree_leaves(list(examples)) if isinstance(example, torch.Tensor))
+    sizes = (expression(size) for shape in shapes for size in shape if isinstance(size, torch.SymInt))
+    return any(symbol_is_type(symbol, SymT.FLOAT) for size in sizes for symbol in free_symbols(size))
+
+
+def floats_as_constants(graph_module: torch.fx.GraphModule) -> None:
+    """While Dynamo's backend runs: have the frame captured once more with its Python floats as constants, if it has any left.
+
+    Raises:
+        BaseException: that tells Dynamo so; it must get there.
+    """
+    names = [name for name in _float_symbols(graph_module) if not TensorifyState.should_specialize(name)]
+    for name in names:
+        TensorifyState.specialize(name)
+    if names:
+        raise TensorifyScalarRestartAnalysis
+    TensorifyState.clear()
+
+
+@contextlib.contextmanager
+def _floats_stay() -> Iterator[None]:
+    """Python floats enter ops as they do in eager mode, in double precision, and are not made tensors of the result's type."""
+    before = os.environ.get(_TENSORIFY)
+    os.environ[_TENSORIFY] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(_TENSORIFY)
+        if before is not None:
+            os.environ[_TENSORIFY] = before
+
+
+_TENSORIFY = "TENSORIFY_PYTHON_SCALARS"
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -1067,10 +1238,30 @@ def guard_on(source: Source, question: Callable[[torch.Tensor], bool], answer: b
     install_guard(source.make_guard(VALUE_MATCH))
 
 
+def is_size(variable: Any) -> bool:
+    """While Dynamo traces: whether a variable is a symbolic size of what the step is given, or computed from such alone."""
+    number = getattr(variable, "sym_num", None)
+    if not isinstance(number, torch.SymInt):
+        return False
+    sources = number.node.shape_env.var_to_sources
+    return all(
+        any(isinstance(source, TensorPropertySource) for source in sources.get(symbol, ()))
+        for symbol in number.node.expr.free_symbols
+    )
+
+
+def reconstruct_copy(codegen: Any, value: Any) -> None:
+    """In the code that Dynamo writes around a graph: a copy of a value that it has found while tracing."""
+    name = codegen.tx.output.install_global_by_id("constant", value)
+    codegen.add_push_null(lambda: codegen.load_import_from("copy", "copy"))
+    codegen.append_output(codegen.create_load_global(name, add=True))
+    codegen.extend_output(create_call_function(1, False))
+
+
 _UNLIMITED = 1 << 30
 
 
-def running(dynamic_sources: str = "") -> contextlib.AbstractContextManager[Any]:
+def running(dynamic_sources: str = "", floats: VaryingFloats | None = None) -> contextlib.AbstractContextManager[Any]:
     """Dynamo's settings while a captured step runs.
 
     Recompilation is never silently given up (who calls this counts shapes itself), an error inside Dynamo makes the frame
@@ -1100,6 +1291,8 @@ def running(dynamic_sources: str = "") -> contextlib.AbstractContextManager[Any]
     stack.enter_context(symbolic_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
     stack.enter_context(_quiet_dynamo())
     stack.enter_context(_as_in_eager_mode())
+    if floats is not None:
+        stack.enter_context(floats.symbolic())
     if dynamic_sources:
         patch = torch.compiler.config.patch  # type: ignore[attr-defined]
         stack.enter_context(patch(dynamic_sources=dynamic_sources))

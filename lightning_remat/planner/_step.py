@@ -31,6 +31,7 @@ from lightning_remat.capture import _torch as internals
 from lightning_remat.capture._checkpoints import checkpoints, refuse_other_second_evaluations
 from lightning_remat.capture._joint import module_path, target_name
 from lightning_remat.capture._masks import masks_as_in_eager_mode
+from lightning_remat.capture._numpy import numpy_as_constants
 from lightning_remat.cost import CostCache, OpCost, cost_model
 from lightning_remat.errors import CaptureError, GraphError, InfeasibleBudgetError, RematError, ScheduleError
 from lightning_remat.graph import ComputationGraph
@@ -249,6 +250,7 @@ class ScheduledStep:
             function, self._symbolic_backend, symbolic=True
         )
         self._static_shapes: dict[Shapes, None] = {}
+        self._floats = internals.VaryingFloats()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or self._gave_up:
@@ -269,8 +271,8 @@ class ScheduledStep:
         tracing = internals.uncollected() if first and compiled is self._static else contextlib.nullcontext()
         known_failures = internals.capture_failures() if not self.plans or compiled is self._symbolic else None
         try:
-            running = internals.running(self._dynamic_sources())
-            with tracing, running, masks_as_in_eager_mode(), internals.varying(varying):
+            running = internals.running(self._dynamic_sources(), self._floats)
+            with tracing, running, masks_as_in_eager_mode(), numpy_as_constants(), internals.varying(varying):
                 result = compiled(*args, **kwargs)
         except _NoSymbols:
             return self(*args, **kwargs)
@@ -338,7 +340,7 @@ class ScheduledStep:
             )
         if self._captures[shapes] > MOST_CAPTURES:
             condition = internals.recapture_reason(self._began)
-            words = f"this did not hold at last: {condition}" if condition else "such as a Python float"
+            words = f"this did not hold at last: {condition}" if condition else "such as a Python number"
             self._give_up(
                 f"it was captured {self._captures[shapes]} times for the same shapes, because it depends on a value that "
                 f"changes from call to call ({words}); pass such a value as a tensor, or read it outside"
@@ -668,6 +670,8 @@ class ScheduledStep:
             if in_checkpoints:
                 raise CaptureError("the rest of a call that runs as before")
             return module.forward
+        if internals.sizes_from_floats(module):  # a plan is one for sizes that are known
+            internals.floats_as_constants(module)
         parameters = [isinstance(value, torch.nn.Parameter) for value in inputs]
         weights: dict[int, int] = {}
         planned: list[tuple[CapturedGraph, ComputationGraph, Surroundings, DeviceMemory | None, int]] = []
@@ -722,6 +726,7 @@ class ScheduledStep:
         try:
             compiled, exchange = internals.aot_backend(module, inputs, partition, PARTS, symbolic)
         except Exception as error:  # whatever torch raises: the graph runs as before, and the reason is said
+            internals.floats_as_constants(module)
             if symbolic and not self._call:
                 self._without_symbols(f"{type(error).__name__}: {error}")
                 raise _NoSymbols from error

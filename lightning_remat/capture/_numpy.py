@@ -1,0 +1,190 @@
+"""NumPy on plain numbers, computed by NumPy while a step is captured: ``int(np.ceil(size / window)) * window``.
+
+Dynamo knows NumPy as a part of torch, which rounds otherwise, or not at all: then every call breaks the graph, and what comes
+back is a number that may change. But what is made of constants and sizes alone is a constant, and so is what is made of that:
+it is computed here, once, by the real functions, and kept as what NumPy returned. Calls that read tensors, draw random numbers,
+write to their arguments or to files are left to Dynamo, and run outside of the graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from lightning_remat.capture._torch import (
+    BaseListVariable,
+    BuiltinVariable,
+    GetAttrVariable,
+    NumpyVariable,
+    VariableTracker,
+    compare_handlers,
+    is_size,
+    reconstruct_copy,
+)
+
+_FUNCTIONS = {
+    *("all", "allclose", "amax", "amin", "any", "arange", "argmax", "argmin", "argsort", "around", "array"),
+    *("array_equal", "asarray", "atleast_1d", "average", "broadcast_to", "ceil", "clip", "concatenate"),
+    *("count_nonzero", "cumprod", "cumsum", "diff", "dot", "fix", "flip", "full", "geomspace", "hstack"),
+    *("inner", "isclose", "isscalar", "linspace", "logspace", "max", "mean", "median", "min", "ndim"),
+    *("nonzero", "ones", "outer", "prod", "ravel", "repeat", "reshape", "roll", "round", "searchsorted"),
+    *("shape", "size", "sort", "squeeze", "stack", "std", "sum", "tile", "transpose", "unique", "var"),
+    *("vstack", "where", "zeros"),
+}
+"""Those that depend on their arguments alone; all of NumPy's element-wise functions (``np.ufunc``) and its numbers do too."""
+
+_METHODS = {
+    *("all", "any", "argmax", "argmin", "argsort", "as_integer_ratio", "astype", "clip", "copy", "cumprod"),
+    *("cumsum", "dot", "flatten", "is_integer", "item", "max", "mean", "min", "nonzero", "prod", "ravel"),
+    *("repeat", "reshape", "round", "squeeze", "std", "sum", "tolist", "transpose", "var"),
+}
+"""Of arrays and of NumPy's numbers: those that do not write to them."""
+
+_OPERATORS = (
+    "abs add and_ eq floordiv ge getitem gt index invert le lt mod mul ne neg not_ or_ pos pow sub truediv truth xor"
+)
+_BUILTINS = {
+    *(abs, bool, complex, divmod, float, int, len, list, max, min, pow, round, sum, tuple),
+    *(math.ceil, math.floor, math.sqrt),
+    *(getattr(operator, name) for name in _OPERATORS.split()),
+}
+"""What Python does with them."""
+
+_COMPARED = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+
+
+class NumpyConstant(VariableTracker):
+    """For Dynamo: what NumPy has made of constants.
+
+    Attributes:
+        value: an array that nothing writes to while the step is traced, or a number.
+    """
+
+    def __init__(self, value: Any, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.value = value
+
+    def python_type(self) -> type:
+        return type(self.value)
+
+    def as_python_constant(self) -> Any:
+        return self.value
+
+    def is_python_constant(self) -> bool:
+        return True
+
+    def as_proxy(self) -> Any:
+        if not isinstance(self.value, np.generic):
+            raise NotImplementedError("an array of NumPy's in a captured graph")
+        return self.value.item()
+
+    def unpack_var_sequence(self, tx: Any) -> list[Any]:
+        return [_tracked(tx, item) for item in self.value]
+
+    def tp_iter_impl(self, tx: Any) -> Any:
+        return VariableTracker.build(tx, tuple(self.unpack_var_sequence(tx))).tp_iter_impl(tx)
+
+    def var_getattr(self, tx: Any, name: str) -> Any:
+        found = getattr(self.value, name)
+        return GetAttrVariable(self, name) if callable(found) else _tracked(tx, found)
+
+    def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        found = _computed(tx, getattr(self.value, name), args, kwargs) if name in _METHODS else None
+        return super().call_method(tx, name, args, kwargs) if found is None else found
+
+    def reconstruct(self, codegen: Any) -> None:
+        reconstruct_copy(codegen, self.value)
+
+
+@contextlib.contextmanager
+def numpy_as_constants() -> Iterator[None]:
+    """Inside, what NumPy makes of constants is a constant, where Dynamo traces it. (Some 10 microseconds a step.)"""
+    functions, builtins, handlers = NumpyVariable.call_function, BuiltinVariable.call_function, dict(compare_handlers)
+
+    def of_numpy(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        found = _computed(tx, self.value, args, kwargs) if _depends_on_arguments_alone(self.value) else None
+        return functions(self, tx, args, kwargs) if found is None else found
+
+    def of_python(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        found = _of_python(tx, self.fn, args, kwargs)
+        return builtins(self, tx, args, kwargs) if found is None else found
+
+    def compared(sign: str, tx: Any, args: Any, kwargs: Any) -> Any:
+        found = _of_python(tx, _COMPARED[sign], args, kwargs)
+        return handlers[sign](tx, args, kwargs) if found is None else found
+
+    NumpyVariable.call_function, BuiltinVariable.call_function = of_numpy, of_python  # type: ignore[method-assign]
+    compare_handlers.update({sign: functools.partial(compared, sign) for sign in _COMPARED})
+    try:
+        yield
+    finally:
+        NumpyVariable.call_function, BuiltinVariable.call_function = functions, builtins  # type: ignore[method-assign]
+        compare_handlers.update(handlers)
+
+
+def _depends_on_arguments_alone(function: Any) -> bool:
+    if isinstance(function, np.ufunc):
+        return True
+    if isinstance(function, type):
+        return issubclass(function, np.generic)
+    name = getattr(function, "__name__", "")
+    return name in _FUNCTIONS and getattr(np, name, None) is function
+
+
+def _computed(tx: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The result, for Dynamo; ``None`` where it is not one of constants alone, or where there is none (an error)."""
+    given = [one.realize() for one in (*args, *kwargs.values())]
+    if "out" in kwargs or not all(_is_constant(one) for one in given):
+        return None
+    plain = [_plain(one) for one in given]
+    try:
+        result = function(*plain[: len(args)], **dict(zip(kwargs, plain[len(args) :], strict=True)))
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, Warning):
+        return None  # raised where the step runs
+    same = [one for one, value in zip(given, plain, strict=True) if value is result and isinstance(one, NumpyConstant)]
+    return same[0] if same else _tracked(tx, result)
+
+
+def _of_python(tx: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    known = function in _BUILTINS and any(isinstance(one, NumpyConstant) for one in args)
+    return _computed(tx, function, args, kwargs) if known else None
+
+
+def _is_constant(one: Any) -> bool:
+    if isinstance(one, BaseListVariable):
+        return all(_is_constant(item.realize()) for item in one.items)
+    return is_size(one) or one.is_python_constant()
+
+
+def _plain(one: Any) -> Any:
+    """A constant as Python has it; a size becomes one, and is guarded on."""
+    if isinstance(one, BaseListVariable):
+        made = [_plain(item.realize()) for item in one.items]
+        return made if one.python_type() is list else tuple(made)
+    return one.evaluate_expr() if is_size(one) else one.as_python_constant()
+
+
+def _tracked(tx: Any, value: Any) -> Any:
+    """A result for Dynamo; ``None`` for what it could not go on with."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        return NumpyConstant(value) if value.dtype.kind in "biufc" else None
+    if type(value) in (list, tuple):
+        items = [_tracked(tx, item) for item in value]
+        return None if None in items else VariableTracker.build(tx, type(value)(items))
+    return VariableTracker.build(tx, value) if isinstance(value, _PLAIN) else None
+
+
+_PLAIN = (int, float, complex, str, np.dtype, type(None))

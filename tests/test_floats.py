@@ -1,0 +1,187 @@
+"""Python floats that change from step to step: one graph holds for all of their values, with the bits of eager mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lightning_remat.planner import RematConfig, ScheduledStep
+from tests.helpers.training import Classifier, compare, loader
+
+
+def batches(number: int) -> Any:
+    return lambda: loader(8 * number)
+
+
+def mixed(batch: Any, share: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x, y = batch
+    order = torch.randperm(len(x))
+    return share * x + (1 - share) * x[order], y, y[order]
+
+
+def of_both(scores: torch.Tensor, one: torch.Tensor, other: torch.Tensor, share: float) -> torch.Tensor:
+    return share * nn.functional.cross_entropy(scores, one) + (1 - share) * nn.functional.cross_entropy(scores, other)
+
+
+class Mixup(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        np.random.seed(3)  # noqa: NPY002
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        share = np.random.beta(0.4, 0.4)  # noqa: NPY002
+        x, one, other = mixed(batch, share)
+        return of_both(self.net(x), one, other, share)
+
+
+def mixed_by_numpy(batch: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+    share = np.random.beta(0.4, 0.4)  # noqa: NPY002
+    return *mixed(batch, share), share
+
+
+class MixupElsewhere(Mixup):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, one, other, share = mixed_by_numpy(batch)
+        return of_both(self.net(x), one, other, share)
+
+
+@pytest.mark.parametrize("make", [Mixup, MixupElsewhere])
+def test_mixup_is_captured_once(make: Any) -> None:
+    _, _, remat = compare(make, train=batches(50), plans=1)
+    assert remat.runs == (50,)
+
+
+class Annealed(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = 2.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        loss = nn.functional.cross_entropy(self.net(x) / self.temperature, y)
+        self.temperature *= 0.99
+        self.log("temperature", self.temperature)
+        return loss
+
+
+class AnnealedOutside(Annealed):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x) / self.temperature, y)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.temperature = max(0.5, self.temperature * 0.99)
+
+
+class Averaged(Annealed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = 0.5
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.temperature = 0.9 * self.temperature + 0.1 * self.last
+        return loss / self.temperature
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.last = float(outputs["loss"])
+        self.seen.append(self.temperature)
+
+
+@pytest.mark.parametrize("make", [Annealed, AnnealedOutside, Averaged])
+def test_floats_of_the_module(make: Any) -> None:
+    plain, scheduled, remat = compare(make, train=batches(12), plans=2)  # with the first value, and for all values
+    assert remat.runs == (1, 11)
+    assert plain.module.temperature == scheduled.module.temperature
+
+
+class Part(nn.Module):
+    """``body`` is given what a small network makes of the input, and a number that changes."""
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+        self.drop, self.last = nn.Dropout(0.2), nn.Linear(16, 4)
+        self.body, self.number, self.said = body, 1.0, ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.drop(torch.tanh(self.norm(self.first(x))))
+        return self.last(self.body(self, hidden, self.number)).square().mean()
+
+
+def steps(module: Part, step: Any, state: Any, number: int) -> list[Any]:
+    module.load_state_dict(state)
+    module.number, module.said = 1.0, ""
+    torch.manual_seed(0)
+    found: list[Any] = []
+    for _ in range(number):
+        module.zero_grad()
+        loss = step(torch.randn(8, 16, dtype=module.first.weight.dtype))
+        loss.backward()
+        found += [loss.detach().clone(), *(p.grad.clone() for p in module.parameters())]
+        found += [*(b.clone() for b in module.buffers()), module.said]
+        module.number *= 0.97
+    return found
+
+
+def run_as_eager(body: Any, dtype: torch.dtype = torch.float32, number: int = 5) -> ScheduledStep:
+    module = Part(body).to(dtype)
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    plain = steps(module, module, state, number)
+    step = ScheduledStep(module, RematConfig(budget=1.0, solver="greedy", cost_model="unit"))
+    torch._dynamo.reset()
+    scheduled = steps(module, step, state, number)
+    for one, other in zip(plain, scheduled, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    assert step.failures == []
+    assert sum(step.runs) >= number
+    return step
+
+
+def in_another_order(_: Part, hidden: torch.Tensor, t: float) -> torch.Tensor:
+    """What a simplification of the arithmetic would round otherwise, or not at all."""
+    return hidden * ((t + 1e16) - 1e16 + 1) * ((t + 0.1) + 0.2) * (t + (0.1 + 0.2)) * (t * 0.1 * 0.7) * (t / 3 - 0.1)
+
+
+def of_many_ops(_: Part, hidden: torch.Tensor, t: float) -> torch.Tensor:
+    made = torch.add(hidden, hidden.sin(), alpha=t).clamp(-t, t) + torch.full((16,), t)
+    made = torch.where(made > t / 9, made, t) + (hidden.bfloat16() * t / (t + 1)).float()
+    return torch.addcmul(made, hidden, hidden, value=t) / t
+
+
+def branching(_: Part, hidden: torch.Tensor, t: float) -> torch.Tensor:
+    return hidden * 2 if (t + 0.1) * 0.5 + 0.2 > 0.6961 else hidden * t
+
+
+def sized(_: Part, hidden: torch.Tensor, t: float) -> torch.Tensor:
+    width = 14 if t > 0.99 else int(t * 12)
+    return nn.functional.pad(hidden[:, :width], (0, 16 - width))
+
+
+def said(module: Part, hidden: torch.Tensor, t: float) -> torch.Tensor:
+    module.said = f"{t:.2f}, {t * 0.1!r}"
+    return hidden * t
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_floats_are_rounded_as_python_does(dtype: torch.dtype) -> None:
+    assert run_as_eager(in_another_order, dtype).runs == [1, 4]
+
+
+@pytest.mark.parametrize("body", [of_many_ops, said])
+def test_floats_in_ops(body: Any) -> None:
+    assert run_as_eager(body).runs == [1, 4]
+
+
+def test_python_may_decide_by_a_float() -> None:
+    step = run_as_eager(branching)
+    assert len(step.plans) == 2
+    assert sorted(step.runs) == [1, 4]
+
+
+def test_floats_that_sizes_come_from_are_constants() -> None:
+    assert run_as_eager(sized, number=4).runs == [1, 2, 1]
