@@ -1595,13 +1595,13 @@ def test_captured_until_it_is_given_up() -> None:
     assert len(remat.failures) == 1 and sum(remat.runs) == 5
 
 
-@pytest.mark.filterwarnings("ignore:only a part of LogsItsLearningRate")  # Dynamo takes its weights from the optimizer
 def test_a_learning_rate_that_is_scheduled() -> None:
     options = {"train": LogsItsLearningRate.train_loader, "max_epochs": 3}
     plain, remat = fit(LogsItsLearningRate, **options), tight()
     run = fit(LogsItsLearningRate, remat, **options)
     assert_same(plain.results, run.results)
     assert not remat.failures and remat.runs == (6,)
+    assert share_of_weights(run, remat) == 1  # which Dynamo takes from the optimizer
 
 
 @pytest.mark.parametrize("make", [TwoLosses, TwoLossesRetained])

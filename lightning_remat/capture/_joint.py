@@ -23,8 +23,8 @@ from lightning_remat.capture._torch import (
     argument_of,
     calls_cudnn,
     hint,
+    is_parameter,
     largest,
-    made_of,
     output_of_tangent,
     overwritten,
 )
@@ -510,11 +510,11 @@ def _primals_and_tangents(graph: torch.fx.Graph) -> tuple[tuple[Node, ...], tupl
     return tuple(n for n in placeholders if n not in tangents), tangents
 
 
-def _primal_arguments(primals: Sequence[Node], of: Callable[[Any], int | None]) -> tuple[int | None, ...]:
-    """For each primal, the position of an argument; they are in the same order where nothing describes them."""
+def _primal_arguments(primals: Sequence[Node]) -> tuple[int | None, ...]:
+    """For each primal, the position of the argument that it is; they are in the same order where nothing describes them."""
     if not any("desc" in node.meta for node in primals):
         return tuple(range(len(primals)))
-    return tuple(of(node.meta.get("desc")) for node in primals)
+    return tuple(argument_of(node.meta.get("desc")) for node in primals)
 
 
 def _gradient_arguments(graph: torch.fx.Graph, num_fwd_outputs: int) -> tuple[int | None, ...]:
@@ -559,8 +559,12 @@ class _Reader:
         self.handed_out = {node for node in (*forward_outputs, *backward_outputs) if isinstance(node, Node)}
         self.static_inputs, self.name = static_inputs, name
         self.primals, self.tangents = _primals_and_tangents(module.graph)
-        sources = _primal_arguments(self.primals, made_of)
-        self.parameters = [i is not None and i < len(parameters) and parameters[i] for i in sources]
+        described = any("desc" in node.meta for node in self.primals)
+        self.parameters = (
+            [is_parameter(node.meta.get("desc"), parameters) for node in self.primals]
+            if described
+            else [i < len(parameters) and parameters[i] for i in range(len(self.primals))]
+        )
         self.tensor_list: list[Tensor] = []
         self.tensor_nodes: list[Node | None] = []
         self.node_tensor: dict[Node, int] = {}
@@ -648,7 +652,7 @@ class _Reader:
             tangents=self.tangents,
             forward_outputs=self.forward_outputs,
             backward_outputs=self.backward_outputs,
-            arguments=_primal_arguments(self.primals, argument_of),
+            arguments=_primal_arguments(self.primals),
             gradient_arguments=_gradient_arguments(self.module.graph, len(self.forward_outputs)),
             sizes=self.sizes,
             symbols={symbol: node for symbol, node in self.symbols.items() if symbol in self.symbols_seen},

@@ -83,6 +83,7 @@ from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     InputMutationAOTOutput,
     IntermediateBaseAOTOutput,
+    ParamAOTInput,
     PlainAOTInput,
     PlainAOTOutput,
     SubclassGetAttrAOTInput,
@@ -1084,14 +1085,16 @@ def argument_of(description: Any) -> int | None:
     return description.idx if isinstance(description, PlainAOTInput) else None
 
 
-def made_of(description: Any) -> int | None:
-    """The position of the argument (the first of several) that a primal is, or is made of; ``None`` for what is no argument."""
-    while not isinstance(description, PlainAOTInput):
-        outer = getattr(description, "base_of", None) or getattr(description, "base", None)
-        if outer is None:
-            return None
+def is_parameter(description: Any, arguments: Sequence[bool]) -> bool:
+    """Whether a primal is a parameter, or made of one (the first of several): ``arguments`` tells for a function's arguments.
+
+    Parameters that the captured module holds itself are none of these.
+    """
+    while (outer := getattr(description, "base_of", None) or getattr(description, "base", None)) is not None:
         description = outer
-    return description.idx
+    if isinstance(description, PlainAOTInput):
+        return description.idx < len(arguments) and arguments[description.idx]
+    return isinstance(description, ParamAOTInput)
 
 
 def overwritten(description: Any) -> Any:

@@ -699,7 +699,10 @@ class ScheduledStep:
                 autocast=autocast,
                 hand_over=accumulator.hand_over if accumulator is not None else None,
             )
-            for value in inputs:
+            for value in (
+                *inputs,
+                *module.parameters(),
+            ):  # Dynamo's module holds those of an optimizer that a step asks
                 if isinstance(value, torch.nn.Parameter) and value.requires_grad:
                     here = same_device(value.device, captured.device)
                     weights[id(value)] = block_bytes(value.nbytes, value.device.type) if here else 0
