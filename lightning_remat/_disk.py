@@ -63,7 +63,6 @@ def replace_file(path: str | Path, text: str) -> None:
     if path.exists() and not path.is_file():  # a pipe, a terminal: nothing to put in the place of
         path.write_text(text, encoding="utf-8")
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.stem}-{secrets.token_hex(8)}.tmp")
     try:
         with temporary.open("x", encoding="utf-8") as file:

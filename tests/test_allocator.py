@@ -268,7 +268,9 @@ def test_requests_add_up_to_the_timeline(seed: int) -> None:
         peak = max(peak, sum(live.values()))
     base = graph.input_bytes + graph.resident_bytes
     timeline = simulate(graph, schedule)
-    assert peak + base <= timeline.peak_bytes <= peak + base + graph.forward_resident_bytes
+    # A gradient that is handed in and not read is given up before any op of the backward runs.
+    assert peak + base <= max(timeline.peak_bytes, *timeline.during)
+    assert timeline.peak_bytes <= peak + base + graph.forward_resident_bytes
     assert set(asked.gradients) <= live.keys()
     assert sum(live[block] for block in asked.gradients) == graph.gradient_bytes
 

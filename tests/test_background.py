@@ -162,7 +162,7 @@ def train(call, module: torch.nn.Module, x: torch.Tensor, steps: int, between=la
 def test_a_better_plan_is_swapped_in_between_two_steps_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     # The first plan is a dear one; the process is the real one.
-    monkeypatch.setattr(_make, "solve", lambda graph, budget, *_: solve(graph, budget, "chen_sqrt"))
+    monkeypatch.setattr(_make, "solve", lambda graph, budget, *_, **__: solve(graph, budget, "chen_sqrt"))
     x = torch.randn(512, 64)
     eager = net()
     expected = train(eager, eager, x, 6)
@@ -284,7 +284,7 @@ def test_the_first_plan_is_asked_for_in_two_seconds(
 ) -> None:
     asked: list[float] = []
 
-    def never(_graph: object, _budget: int, _method: str, limit: float) -> Solution:
+    def never(_graph: object, _budget: int, _method: str, limit: float, **_: object) -> Solution:
         asked.append(limit)
         return dataclasses.replace(best, schedule=None, status=Status.TIMEOUT)
 

@@ -68,6 +68,7 @@ class CostCache:
             "costs": {key: cost.to_list() for key, cost in list(known.items())[-MOST:]},
         }
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, json.dumps(data, indent=0))
             forget_the_oldest(self.directory.glob("costs-*.json"), MOST_FILES)
         except OSError as error:

@@ -83,6 +83,7 @@ class PlanCache:
             return
         data = {"budget_bytes": budget_bytes, "solution": solution.to_dict()}
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, json.dumps(data, separators=(",", ":")))
             forget_the_oldest(self.directory.glob("plan-*.json"), MOST)
         except OSError as error:
@@ -99,6 +100,7 @@ class PlanCache:
         """Write a graph for which no solver finds what the verifier takes; says where it lies, for a report."""
         path = self.directory / f"refused-{fingerprint(graph)}.json"
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, json.dumps(graph.to_dict(), separators=(",", ":")))
         except OSError as error:
             return f"its captured graph, which could not be written to {path} ({error})"
