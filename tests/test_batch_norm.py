@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx
+import torch.utils.checkpoint
 from torch import nn
 from torch._functorch.aot_autograd import aot_function
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,8 +18,10 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_remat import rematerialize
+from lightning_remat.capture._checkpoints import refuse_other_second_evaluations
 from lightning_remat.capture._joint import _call_cudnn
 from lightning_remat.capture._torch import real_layouts, whole_ops
+from lightning_remat.errors import CaptureError
 
 aten = torch.ops.aten
 Maker = Callable[..., nn.Module]
@@ -347,3 +351,28 @@ def test_the_choice_is_eagers(dtype: torch.dtype, dims: int, enabled: bool) -> N
         if enabled and dims > 2 and dtype is not torch.bfloat16
         else {"native_batch_norm"}
     )
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("checkpointed", [True, False])
+@pytest.mark.parametrize("cudnn", [True, False])
+def test_one_inside_of_a_checkpoint_is_refused_where_its_statistics_move(
+    training: bool, checkpointed: bool, cudnn: bool
+) -> None:
+    graph = torch.fx.Graph()
+    x, w, b, mean, var = (graph.placeholder(name) for name in ("x", "w", "b", "mean", "var"))
+    if cudnn:  # which is one of training alone
+        training = True
+        node = graph.call_function(aten._batch_norm_with_update_functional.default, (x, w, b, mean, var, 0.1, 1e-5))
+    else:
+        node = graph.call_function(
+            aten._native_batch_norm_legit_functional.default, (x, w, b, mean, var, training, 0.1, 1e-5)
+        )
+    if checkpointed:
+        node.meta["recompute"] = torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+    graph.output((node,))
+    if training and checkpointed:
+        with pytest.raises(CaptureError, match="batch norm inside of torch.utils.checkpoint"):
+            refuse_other_second_evaluations(graph, draws_anew=False)
+    else:
+        refuse_other_second_evaluations(graph, draws_anew=False)

@@ -12,6 +12,8 @@ import torch.fx
 from lightning_remat.capture import _ops
 from lightning_remat.errors import CaptureError
 
+aten = torch.ops.aten
+
 _checkpoint = torch.ops.higher_order.tag_activation_checkpoint
 
 
@@ -35,7 +37,7 @@ def refuse_other_second_evaluations(graph: torch.fx.Graph, draws_anew: bool) -> 
     for node in graph.nodes:
         if node.op != "call_function" or "RECOMPUTE" not in getattr(node.meta.get("recompute"), "name", ""):
             continue
-        if _ops.training_batch_norm(node.target, node.args) and node.args[3] is not None:
+        if _moves_statistics(node):
             raise CaptureError(
                 f"{node.name} is a batch norm inside of torch.utils.checkpoint, where eager mode moves its running statistics "
                 "twice a step; take it out of the checkpoint, or the checkpoint away (what is evaluated again is planned)"
@@ -46,3 +48,10 @@ def refuse_other_second_evaluations(graph: torch.fx.Graph, draws_anew: bool) -> 
                 "eager mode's second evaluation; set preserve_rng_state=True, or take the checkpoint away (what is evaluated "
                 "again is planned)"
             )
+
+
+def _moves_statistics(node: torch.fx.Node) -> bool:
+    """Whether it is a batch norm in training mode with running statistics, cuDNN's before `from_joint` names it too."""
+    if node.target is aten._batch_norm_with_update_functional.default:
+        return True
+    return node.target is aten._native_batch_norm_legit_functional.default and bool(node.args[5])
