@@ -68,6 +68,7 @@ class Results:
         used = {one["environment"] for one in self._data["cases"].values()}
         environments = {name: one for name, one in self._data["environments"].items() if name in used}
         text = json.dumps({**self._data, "environments": environments}, indent=1, allow_nan=False)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(self.path, text + "\n")
 
 

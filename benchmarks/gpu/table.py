@@ -74,6 +74,7 @@ def _where(environment: Mapping[str, Any]) -> str:
 def write(folder: Path) -> Path:
     """Write the page beside the files; returns where."""
     path = folder / PAGE
+    folder.mkdir(parents=True, exist_ok=True)
     replace_file(path, page(folder))
     return path
 
