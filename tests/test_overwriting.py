@@ -314,7 +314,8 @@ class Residuals(nn.Module):
         return nn.functional.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
 
 
-@pytest.mark.parametrize(("budget", "channels_last"), [(1.0, False), (0.6, True), ("min", False), ("min", True)])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("budget", [1.0, 0.6, "min"])
 def test_a_network_with_batch_norm_and_attention(budget, channels_last):
     torch.manual_seed(0)
     x, y = torch.randn(8, 3, 64, 64), torch.randint(10, (8, 256))
@@ -324,7 +325,9 @@ def test_a_network_with_batch_norm_and_attention(budget, channels_last):
         module = Residuals().to(memory_format=layout)
         module.load_state_dict(states)
         batch = x.contiguous(memory_format=layout), y
-        step = rematerialize(module, budget=budget, time_limit=1.0) if remat else module
+        # The smallest peak is reached in many ways, and which of them is cheapest may depend on how fast the machine is.
+        solver = "greedy" if budget == "min" else "auto"
+        step = rematerialize(module, budget=budget, solver=solver, time_limit=1.0) if remat else module
         torch.manual_seed(1)
         step(*batch).backward()  # planned before anything else is profiled
         for _ in range(2):
@@ -341,9 +344,7 @@ def test_a_network_with_batch_norm_and_attention(budget, channels_last):
     for s in steps:
         over[plan.graph.ops[s.op].target].append(plan.graph.ops[s.op].inputs.index(s.over))
     assert 0 in over["batch_norm_backward"]
-    assert {"aten._softmax_backward_data.default", "aten._log_softmax.default"} <= over.keys()
-    # The smallest peak is reached in many ways: in some, what softmax reads is still needed when it runs last.
-    assert "aten._softmax.default" in over or budget == "min"
+    assert {"aten._softmax.default", "aten._softmax_backward_data.default", "aten._log_softmax.default"} <= over.keys()
     outside = plan.graph.input_bytes + plan.graph.resident_bytes
     assert plan.predicted_peak_bytes - outside == pytest.approx(peak, rel=0.02)
 
