@@ -104,7 +104,7 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeGuardPythonPrinter
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -175,6 +175,7 @@ __all__ = [
     "uncollected",
     "varying",
     "whole_ops",
+    "with_fakes",
 ]
 
 # Ops whose Python decompositions stay. The batch norms' kernels overwrite the running statistics without saying so, which
@@ -389,6 +390,14 @@ def fake_tensors() -> contextlib.AbstractContextManager[Any]:
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def with_fakes(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], like: torch.Tensor) -> Any:
+    """What a call returns for tensors of which there is no memory, those of the fake tensor ``like``'s own mode."""
+    mode = like.fake_mode if isinstance(like, FakeTensor) else FakeTensorMode()
+    fakes = tree_map_only(torch.Tensor, lambda x: x if isinstance(x, FakeTensor) else mode.from_tensor(x), (args, kwargs))
+    with mode:
+        return call(*fakes[0], **fakes[1])
+
+
 def real_tensors() -> contextlib.AbstractContextManager[Any]:
     """Leave fake tensor mode: tensors made inside are real."""
     return _disable_current_modes()
@@ -540,14 +549,14 @@ class _Runner:
     """One module of a version."""
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
-        self._module, self._run = module, boxed(module)
+        self.module, self._run = module, boxed(module)
 
     def __call__(self, args: list[Any], observe: ObserveNode | None) -> Any:
         if observe is None:
             return self._run(args)
         given = tuple(args)
         args.clear()
-        return _Observed(self._module, observe).run(*given)
+        return _Observed(self.module, observe).run(*given)
 
 
 class _Observed(torch.fx.Interpreter):
@@ -577,12 +586,17 @@ class Exchange:
     Attributes:
         current: the version that the next forward runs.
         dropped: positions of gradients that the next backward does not hand over.
+        unread: the tangents (targets of placeholders) that the next backward is not given, but zeros for.
+        without: a backward with such tangents left out.
         observe: where it is set, every op is run through it (slow).
     """
 
     def __init__(self) -> None:
         self.current = 0
         self.dropped: frozenset[int] = frozenset()
+        self.unread: frozenset[str] = frozenset()
+        self.without: Callable[[torch.fx.GraphModule, frozenset[str]], torch.fx.GraphModule] = lambda module, _: module
+        self._fewer: dict[tuple[int, frozenset[str]], _Runner] = {}
         self.observe: ObserveNode | None = None
         self._versions: list[tuple[_Runner, _Runner, torch.Tensor]] = []
         self._returned = self._sizes = -1
@@ -625,8 +639,20 @@ class Exchange:
         """The backward of the forward that saved ``args``."""
         number = int(args.pop(self._sizes))
         dropped, self.dropped = self.dropped, frozenset()
-        found = self._versions[number][1](args, self.observe)
+        found = self._backward(number)(args, self.observe)
         return tuple(None if i in dropped else one for i, one in enumerate(found)) if dropped else found
+
+
+    def _backward(self, number: int) -> _Runner:
+        """The next backward of a version."""
+        unread, self.unread = self.unread, frozenset()
+        run = self._versions[number][1]
+        if not unread:
+            return run
+        if (number, unread) not in self._fewer:
+            module = self.without(run.module, unread)
+            self._fewer[number, unread] = run if module is run.module else _Runner(module)
+        return self._fewer[number, unread]
 
 
 Partition = Callable[..., Modules]

@@ -35,7 +35,7 @@ from lightning_remat.capture._numpy import numpy_as_constants
 from lightning_remat.cost import CostCache, OpCost, cost_model
 from lightning_remat.errors import CaptureError, GraphError, InfeasibleBudgetError, RematError, ScheduleError
 from lightning_remat.graph import ComputationGraph
-from lightning_remat.lowering import lower
+from lightning_remat.lowering import lower, without_tangents
 from lightning_remat.planner._accumulate import Accumulator
 from lightning_remat.planner._agreement import Agreement
 from lightning_remat.planner._config import RematConfig
@@ -138,6 +138,7 @@ class _Graph:
         buffers: those that change between a forward and its backward.
         accumulator: takes its gradients as they are made, where it may.
         dropped: by the outputs that a backward does not come through, the gradients that are none then.
+        unread: by the same outputs, the tangents that are none.
     """
 
     captured: CapturedGraph
@@ -155,6 +156,7 @@ class _Graph:
     stays: bool = False
     whole: bool = True
     dropped: dict[frozenset[int], frozenset[int]] = dataclasses.field(default_factory=dict)
+    unread: dict[frozenset[int], frozenset[str]] = dataclasses.field(default_factory=dict)
 
 
 _Path = tuple[_Graph, ...]
@@ -746,6 +748,7 @@ class ScheduledStep:
             return module.forward
         if not planned:  # nothing in it needs a gradient
             return compiled
+        exchange.without = without_tangents
         captured, problem, around, memory, index = planned[0]
         buffers = MovingBuffers(captured, inputs)
         buffers.add(index, captured, self.plans[index].schedule)
@@ -864,8 +867,10 @@ class ScheduledStep:
                 "planned too"
             )
         if unused not in graph.dropped:
-            graph.dropped[unused] = graph.captured.gradients_without(unused) if unused else frozenset()
-        graph.exchange.dropped = graph.dropped[unused]
+            captured = graph.captured
+            graph.dropped[unused] = captured.gradients_without(unused) if unused else frozenset()
+            graph.unread[unused] = captured.tangents_of(unused) if unused else frozenset()
+        graph.exchange.dropped, graph.exchange.unread = graph.dropped[unused], graph.unread[unused]
         if graph.accumulator is not None:
             gradients = graph.captured.gradient_arguments
             graph.accumulator.begin(added, {gradients[i] for i in graph.dropped[unused]})
