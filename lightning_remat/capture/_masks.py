@@ -5,6 +5,9 @@ handed in, and is a faster one. Under Dynamo the library does not look at values
 the newer ones where the user gives a mask. Here it looks, as in eager mode: what it asks of all of a mask is answered while
 the step is captured, from the batch that it is captured with, and Dynamo guards on the answer: a batch with another answer is
 captured anew. What cannot be answered is answered with no, and a mask is made.
+
+The library also asks whether it is compiled where it would then compute in another way (Mamba's scan, experts' products): the
+answer is no there. Elsewhere it asks to know what can be traced, and gets Dynamo's own answer.
 """
 
 from __future__ import annotations
@@ -47,6 +50,12 @@ _QUESTIONS = {"is_tracing", "is_torchdynamo_compiling", "is_torchdynamo_exportin
 to the last always, as the library's own note has it.)
 """
 
+_OTHERWISE = ("transformers.integrations.moe", "transformers.integrations.sdpa_attention")
+"""Other modules that ask because they compute in another way when compiled."""
+
+_SCAN = "associative_scan"
+"""So do functions of models that name this."""
+
 _LOOKS = "fast_all"
 """How they look, beside ``torch.all``: as a sum that is compared, whose answer is the same."""
 
@@ -68,10 +77,12 @@ def masks_as_in_eager_mode() -> Iterator[None]:
     def call_function(self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
         """What the modules call of the library's own, and all other functions as they are."""
         name = getattr(self.fn, "__name__", "")
-        library = _asking(translator) if name in _QUESTIONS or name == _LOOKS else None
-        if library is None or vars(library).get(name) is not self.fn:
-            return function(self, translator, args, kwargs)
-        return _answered(translator, *args) if name == _LOOKS else VariableTracker.build(translator, False)
+        if name in _QUESTIONS and getattr(self.fn, "__module__", "").startswith("transformers."):
+            if _asking(translator) is not None or _computes_otherwise(translator.f_code):
+                return VariableTracker.build(translator, False)
+        elif name == _LOOKS and vars(_asking(translator) or types).get(name) is self.fn:
+            return _answered(translator, *args)
+        return function(self, translator, args, kwargs)
 
     TensorVariable.call_method = call_method  # type: ignore[assignment, method-assign]
     UserFunctionVariable.call_function = call_function  # type: ignore[assignment, method-assign]
@@ -105,6 +116,16 @@ def _asking(translator: Any) -> types.ModuleType | None:
     """Of the modules that decide whether there is a mask, the one in whose code Dynamo is."""
     libraries = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
     return next((one for one in libraries if one.__file__ == translator.f_code.co_filename), None)
+
+
+def _computes_otherwise(code: types.CodeType) -> bool:
+    files = [sys.modules[name].__file__ for name in _OTHERWISE if name in sys.modules]
+    return code.co_filename in files or _SCAN in (
+        *code.co_varnames,
+        *code.co_names,
+        *code.co_cellvars,
+        *code.co_freevars,
+    )
 
 
 def _answered(translator: Any, tensor: Any) -> Any:

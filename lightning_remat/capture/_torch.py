@@ -318,7 +318,7 @@ def real_layouts() -> Iterator[None]:
             if layout is None or layout.stride() == first.stride():
                 return result
             true = torch.empty_strided(first.shape, layout.stride(), dtype=first.dtype, device=first.device)
-        return type(result)([true, *result[1:]]) if isinstance(result, (tuple, list)) else true
+        return (true, *result[1:]) if isinstance(result, (tuple, list)) else true
 
     FakeTensorMode.cache_clear()  # it may hold results with the other strides
     FakeTensorMode._dispatch_impl = dispatch  # type: ignore[method-assign]
@@ -327,6 +327,35 @@ def real_layouts() -> Iterator[None]:
     finally:
         FakeTensorMode._dispatch_impl = original  # type: ignore[method-assign]
         FakeTensorMode.cache_clear()
+
+
+@contextlib.contextmanager
+def _grouped_products() -> Iterator[None]:
+    """Trace products of experts (``_grouped_mm``) in any type: torch's fake one is for bfloat16 alone, the real one is not."""
+    original: Any = FakeTensorMode._dispatch_impl
+
+    def dispatch(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
+            return original(self, func, types, args, kwargs)
+        left, right, *others = args
+        offsets = others[0] if others else kwargs.get("offs")
+        size = [*left.shape[:-1], right.shape[-1]] if left.dim() >= right.dim() else [left.shape[0], right.shape[-1]]
+        if left.dim() == right.dim() == 2:
+            size = [offsets.shape[0], *size]
+        elif left.dim() > right.dim():
+            size = size[1:]
+        # Rows begin at multiples of 16 bytes.
+        alignment = 16 // left.dtype.itemsize
+        row = (size[-1] + alignment - 1) // alignment * alignment
+        strides = [size[1] * row, row, 1][-len(size) :]
+        with self:
+            return torch.empty_strided(size, strides, dtype=left.dtype, device=left.device)
+
+    FakeTensorMode._dispatch_impl = dispatch  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FakeTensorMode._dispatch_impl = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -393,7 +422,9 @@ def fake_tensors() -> contextlib.AbstractContextManager[Any]:
 def with_fakes(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], like: torch.Tensor) -> Any:
     """What a call returns for tensors of which there is no memory, those of the fake tensor ``like``'s own mode."""
     mode = like.fake_mode if isinstance(like, FakeTensor) else FakeTensorMode()
-    fakes = tree_map_only(torch.Tensor, lambda x: x if isinstance(x, FakeTensor) else mode.from_tensor(x), (args, kwargs))
+    fakes = tree_map_only(
+        torch.Tensor, lambda x: x if isinstance(x, FakeTensor) else mode.from_tensor(x), (args, kwargs)
+    )
     with mode:
         return call(*fakes[0], **fakes[1])
 
@@ -641,7 +672,6 @@ class Exchange:
         dropped, self.dropped = self.dropped, frozenset()
         found = self._backward(number)(args, self.observe)
         return tuple(None if i in dropped else one for i, one in enumerate(found)) if dropped else found
-
 
     def _backward(self, number: int) -> _Runner:
         """The next backward of a version."""
@@ -1347,6 +1377,7 @@ def tracing(dynamic_sources: str = "", floats: VaryingFloats | None = None) -> c
     stack.enter_context(symbolic_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
     stack.enter_context(_quiet_dynamo())
     stack.enter_context(_as_in_eager_mode())
+    stack.enter_context(_grouped_products())
     if floats is not None:
         stack.enter_context(floats.symbolic())
     if dynamic_sources:

@@ -1,7 +1,7 @@
 """A backward that does not come through all outputs of a call, with the bits that eager mode has then.
 
-AOTAutograd is handed zeros for the others, and adds them. Eager mode adds nothing: a gradient that zeros would be added to stays
-what it is, in a layout of its own, and a sum over it is computed in the order of that layout. (A model that returns its logits
+AOTAutograd is handed zeros for the others, and adds them. Eager mode adds nothing: a gradient that zeros would be added to is
+as it was, in a layout of its own, and a sum over it is computed in the order of that layout. (A model that returns its logits
 beside the loss, as CLIP does, has other last bits otherwise.)
 """
 
@@ -28,8 +28,8 @@ _SUMS = {aten.add.Tensor, aten.add.out, aten.add_.Tensor}
 def without_tangents(backward: torch.fx.GraphModule, unread: Collection[str]) -> torch.fx.GraphModule:
     """The backward where these tangents (targets of placeholders) are none.
 
-    It takes the same arguments, returns the same gradients, and holds no more at any moment. Where a layout would change on which
-    an op depends that cannot be looked into, it is returned as it is.
+    It takes the same arguments, returns the same gradients, and holds no more at any moment. It is returned as it is where the
+    layout would change that an op reads which cannot be looked into.
     """
     if any(isinstance(node.meta.get("val"), torch.SymInt) for node in backward.graph.find_nodes(op="placeholder")):
         return backward  # layouts of symbolic sizes are not compared
@@ -100,11 +100,13 @@ class _Without:
         before = node.meta.get("val")
         if node.target is operator.getitem:
             source, index = node.args
-            value = source.meta["val"][index]  # type: ignore[union-attr, index]
+            value = source.meta["val"][index]  # type: ignore[union-attr]
         elif not isinstance(node.target, OpOverload):
             raise _Unknown
         else:
-            written = [a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+            written = [
+                a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+            ]
             if not written:
                 value = self._result(node)
             elif len(written) == 1 and written[0] in node.kwargs:
@@ -118,15 +120,13 @@ class _Without:
     def _result(self, node: Node) -> Any:
         try:
             return self._computed(node, node.args, node.kwargs)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             if node.target is not aten.view.default:
                 raise _Unknown from error
         # Eager mode reshapes, which copies here.
         source, size = node.args
         with self.graph.inserting_before(node):
-            copy = self.graph.call_function(
-                aten.clone.default, (source,), {"memory_format": torch.contiguous_format}
-            )
+            copy = self.graph.call_function(aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
         copy.meta["val"] = self._computed(copy, copy.args, copy.kwargs)
         self.gradients.add(copy)
         node.args = (copy, size)
@@ -171,7 +171,7 @@ class _Without:
             if layout is None or layout.stride() == first.stride():
                 return value
             true = torch.empty_strided(first.shape, layout.stride(), dtype=first.dtype, device=first.device)
-            return type(value)([true, *value[1:]]) if isinstance(value, (tuple, list)) else true
+            return (true, *value[1:]) if isinstance(value, (tuple, list)) else true
 
         return with_fakes(laid_out, args, kwargs, next(n.meta["val"] for n in node.all_input_nodes if is_tensor(n)))
 
