@@ -82,6 +82,42 @@ def test_traced_strides_are_the_real_ones(shape: tuple[int, ...], op: Callable[[
             assert strides(op(mode.from_tensor(x))) == real
 
 
+PAIRS: list[Callable[[torch.Tensor, torch.Tensor], Any]] = [
+    lambda x, y: aten.softplus_backward(x, y, 1, 20),
+    lambda x, y: aten.hardtanh_backward(x, y, -1.0, 1.0),
+    lambda x, y: aten.hardswish_backward(x, y),
+    lambda x, y: aten.hardsigmoid_backward(x, y),
+    lambda x, y: aten.logit_backward(x, y),
+    lambda x, y: aten.elu_backward(x, 1.0, 1.0, 1.0, False, y),
+    lambda x, y: aten.copysign(x, y),
+    lambda x, y: aten.xlogy(x, y.exp()),
+    lambda x, y: aten.special_xlog1py(x, y.exp()),
+    lambda x, y: aten.native_dropout_backward(x, y > 0, 2.0),
+    lambda x, y: aten.mse_loss_backward(x, y, x, 1),
+    lambda x, y: aten.huber_loss_backward(x, y, y, 1, 1.0),
+    lambda x, y: aten.smooth_l1_loss_backward(x.sum(), x, y, 1, 1.0),
+    lambda x, y: aten.binary_cross_entropy_backward(x, y.sigmoid(), x.sigmoid()),
+    lambda x, y: aten.rrelu_with_noise_backward(x, x, y, 0.1, 0.3, True, False),
+    lambda x, y: aten.log_sigmoid_forward(x)[0],
+    lambda x, y: aten.gelu_backward(x, y),
+    lambda x, y: aten.silu_backward(x, y),
+    lambda x, y: aten.leaky_relu_backward(x, y, 0.1, False),
+    lambda x, y: aten._prelu_kernel(x, y),
+    lambda x, y: aten.where(x > 0, x, y),
+]
+
+
+@pytest.mark.parametrize("op", PAIRS)
+def test_traced_strides_of_two_inputs_that_lie_otherwise(op: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+    def strides(result: Any) -> list[tuple[int, ...]]:
+        return [one.stride() for one in (result if isinstance(result, tuple) else [result]) if one.numel() > 1]
+
+    for x, y in itertools.product(list(layouts((4, 5, 6)))[:-1], repeat=2):
+        real = strides(op(x, y))
+        with whole_ops(), real_layouts(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            assert strides(op(mode.from_tensor(x), mode.from_tensor(y))) == real
+
+
 def test_everything_is_put_back() -> None:
     before = FakeTensorMode._dispatch_impl
     with real_layouts():

@@ -162,6 +162,10 @@ class CapturedGraph:
         """The primals that the step itself gives new values."""
         return frozenset(primal for _, primal in _new_values(self.module.graph, self.forward_outputs))
 
+    def tangents_of(self, outputs: frozenset[int]) -> frozenset[str]:
+        """The tangents, as targets of placeholders, that are the gradients of these outputs of the function."""
+        return frozenset(str(node.target) for node in self.tangents if output_of_tangent(node) in outputs)
+
     def gradients_without(self, outputs: frozenset[int]) -> frozenset[int]:
         """The gradients, as positions in ``backward_outputs``, that come through nothing but these outputs of the function."""
         missing = {node for node in self.tangents if output_of_tangent(node) in outputs}

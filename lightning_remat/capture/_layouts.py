@@ -2,7 +2,8 @@
 
 Tracing decides by strides whether a reshape copies, and a dropout mask is filled in the order of its input's memory. Where
 the fake strides are wrong, what was captured fails (a view that is none) or draws eager's random numbers for other elements.
-Found by comparing both on permuted inputs, on torch 2.13; `tests/test_layouts.py` compares them again.
+Found by comparing both on inputs that are permuted, alike or each in another way, on torch 2.13; `tests/test_layouts.py` does
+so again.
 """
 
 from __future__ import annotations
@@ -47,7 +48,27 @@ _RULES: dict[Any, Rule] = {
     aten._log_softmax_backward_data.default: (0, _contiguous, False),
     aten.channel_shuffle.default: (0, _suggested, True),
     aten.roll.default: (0, _suggested, True),
+    aten.mse_loss_backward.default: (1, _contiguous, False),
+    aten.huber_loss_backward.default: (1, _contiguous, False),
+    aten.smooth_l1_loss_backward.default: (1, _contiguous, False),
+    aten.binary_cross_entropy_backward.default: (1, torch.empty_like, False),
+    aten.rrelu_with_noise_backward.default: (2, torch.empty_like, False),
+    aten.log_sigmoid_forward.default: (0, _contiguous, True),
 }
+
+_ELEMENTWISE: dict[Any, tuple[int, int]] = {
+    aten.native_dropout_backward.default: (0, 1),
+    aten.softplus_backward.default: (0, 1),
+    aten.hardtanh_backward.default: (0, 1),
+    aten.hardswish_backward.default: (0, 1),
+    aten.hardsigmoid_backward.default: (0, 1),
+    aten.logit_backward.default: (0, 1),
+    aten.elu_backward.default: (0, 5),
+    aten.copysign.Tensor: (0, 1),
+    aten.xlogy.Tensor: (0, 1),
+    aten.special_xlog1py.default: (0, 1),
+}
+"""Ops of two tensors that are laid out as one another's sum is: by the first where they differ."""
 
 
 def real_layout(target: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
@@ -59,8 +80,9 @@ def real_layout(target: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
         x: torch.Tensor = args[0]
         size = (*x.shape[:-2], *args[2])
         return x.new_empty(size).contiguous(memory_format=_format(x))
-    if target is aten.native_dropout_backward.default:
-        return torch.mul(args[0], args[1])
+    if target in _ELEMENTWISE:
+        first, second = _ELEMENTWISE[target]
+        return torch.add(args[first], args[second])
     rule = _RULES.get(target)
     if rule is None:
         return None

@@ -5,6 +5,9 @@ handed in, and is a faster one. Under Dynamo the library does not look at values
 the newer ones where the user gives a mask. Here it looks, as in eager mode: what it asks of all of a mask is answered while
 the step is captured, from the batch that it is captured with, and Dynamo guards on the answer: a batch with another answer is
 captured anew. What cannot be answered is answered with no, and a mask is made.
+
+The library also asks whether it is compiled where it would then compute in another way (Mamba's scan, experts' products): the
+answer is no there. Elsewhere it asks to know what can be traced, and gets Dynamo's own answer.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +26,7 @@ from lightning_remat.capture._torch import (
     Source,
     TensorVariable,
     TorchInGraphFunctionVariable,
+    UserFunctionVariable,
     VariableTracker,
     given,
     given_now,
@@ -40,35 +45,53 @@ _UNDERSTOOD = {
 """What may have been done before the question, to a tensor of the batch or to none: nothing that draws or depends on state."""
 
 
-def _no(*_args: Any, **_kwargs: Any) -> bool:
-    return False
+_QUESTIONS = {"is_tracing", "is_torchdynamo_compiling", "is_torchdynamo_exporting"}
+"""What the modules ask before they look, some of it in each release; the answer is no. (Before torch 2.14 Dynamo would say yes
+to the last always, as the library's own note has it.)
+"""
 
+_OTHERWISE = ("transformers.integrations.moe", "transformers.integrations.sdpa_attention")
+"""Other modules that ask because they compute in another way when compiled."""
 
-_IN_EAGER_MODE: dict[str, Callable[..., Any]] = {
-    "is_tracing": _no,
-    "is_torchdynamo_compiling": _no,
-    "is_torchdynamo_exporting": _no,  # before torch 2.14 Dynamo says yes always, as the library's own note has it
-    "fast_all": torch.all,  # a sum that is compared, whose answer is the same
-}
-"""What the modules ask before they look, and how they look: some of it in each release. (Dynamo guards on the functions.)"""
+_SCAN = "associative_scan"
+"""So do functions of models that name this."""
+
+_LOOKS = "fast_all"
+"""How they look, beside ``torch.all``: as a sum that is compared, whose answer is the same."""
 
 
 @contextlib.contextmanager
 def masks_as_in_eager_mode() -> Iterator[None]:
-    """Inside, whether there is a mask is decided as in eager mode, also while Dynamo traces."""
-    libraries = [vars(sys.modules[name]) for name in _LIBRARIES if name in sys.modules]
-    if not libraries:
+    """While Dynamo traces: whether there is a mask is decided as in eager mode."""
+    if not any(name in sys.modules for name in _LIBRARIES):
         yield
         return
-    with contextlib.ExitStack() as stack:
-        for library in libraries:
-            known = {name: function for name, function in _IN_EAGER_MODE.items() if name in library}
-            stack.enter_context(_replaced(library, known))
-        stack.enter_context(_replaced(TorchInGraphFunctionVariable._get_handlers(), {torch.all: _all_function}))
-        before = TensorVariable.call_method
-        TensorVariable.call_method = _call_method  # type: ignore[assignment, method-assign]
-        stack.callback(setattr, TensorVariable, "call_method", before)
-        yield
+    tensor, function = TensorVariable.call_method, UserFunctionVariable.call_function
+
+    def call_method(self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """``tensor.all()``, and all other calls of methods as they are."""
+        if name == "all" and not args and not kwargs and _asking(translator) is not None:
+            return _answered(translator, self)
+        return tensor(self, translator, name, args, kwargs)
+
+    def call_function(self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
+        """What the modules call of the library's own, and all other functions as they are."""
+        name = getattr(self.fn, "__name__", "")
+        if name in _QUESTIONS and getattr(self.fn, "__module__", "").startswith("transformers."):
+            if _asking(translator) is not None or _computes_otherwise(translator.f_code):
+                return VariableTracker.build(translator, False)
+        elif name == _LOOKS and vars(_asking(translator) or types).get(name) is self.fn:
+            return _answered(translator, *args)
+        return function(self, translator, args, kwargs)
+
+    TensorVariable.call_method = call_method  # type: ignore[assignment, method-assign]
+    UserFunctionVariable.call_function = call_function  # type: ignore[assignment, method-assign]
+    try:
+        with _replaced(TorchInGraphFunctionVariable._get_handlers(), {torch.all: _all_function}):
+            yield
+    finally:
+        TensorVariable.call_method = tensor  # type: ignore[method-assign]
+        UserFunctionVariable.call_function = function  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -85,23 +108,24 @@ def _replaced(entries: dict[Any, Any], new: dict[Any, Any]) -> Iterator[None]:
 
 def _all_function(_function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
     """For Dynamo, ``torch.all(...)``: ``None`` leaves it to Dynamo."""
-    return _answered(translator, *args) if len(args) == 1 and not kwargs and _asks(translator) else None
+    asked = len(args) == 1 and not kwargs and _asking(translator) is not None
+    return _answered(translator, *args) if asked else None
 
 
-def _call_method(self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """For Dynamo, ``tensor.all()``, and all other calls of methods as they are."""
-    if name == "all" and not args and not kwargs and _asks(translator):
-        return _answered(translator, self)
-    return _dynamo_call_method(self, translator, name, args, kwargs)
+def _asking(translator: Any) -> types.ModuleType | None:
+    """Of the modules that decide whether there is a mask, the one in whose code Dynamo is."""
+    libraries = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
+    return next((one for one in libraries if one.__file__ == translator.f_code.co_filename), None)
 
 
-_dynamo_call_method = TensorVariable.call_method
-
-
-def _asks(translator: Any) -> bool:
-    """Whether Dynamo is in the code of one of the modules that decide whether there is a mask."""
-    files = [sys.modules[name].__file__ for name in _LIBRARIES if name in sys.modules]
-    return translator.f_code.co_filename in files
+def _computes_otherwise(code: types.CodeType) -> bool:
+    files = [sys.modules[name].__file__ for name in _OTHERWISE if name in sys.modules]
+    return code.co_filename in files or _SCAN in (
+        *code.co_varnames,
+        *code.co_names,
+        *code.co_cellvars,
+        *code.co_freevars,
+    )
 
 
 def _answered(translator: Any, tensor: Any) -> Any:

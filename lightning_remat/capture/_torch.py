@@ -28,7 +28,9 @@ What is used and why:
   written back.
 * ``TracingContext``: AOTAutograd's notes on what a forward saves, which hold for its first version only (see `Exchange`).
 * ``_accelerator_setAllocatorSettings``: expandable segments are switched on while a scheduled step runs.
-* ``_dynamo.config``: the recompile limit, logging calls and DDP's graph splitting are set while a step runs, and put back.
+* ``_dynamo.optimize``, ``compile_lock``: all that is set or replaced in torch is so only while Dynamo has a frame of ours to
+  capture, and its lock is held: neither a step that runs nor what another thread captures sees any of it.
+* ``_dynamo.config``: the recompile limit, logging calls and DDP's graph splitting.
 * ``VariableBuilder.wrap_symfloat``: Dynamo makes an input of a Python float only where all sizes are symbols too, with no way
   to ask for one (see `VaryingFloats`). AOTAutograd would make tensors of such floats, which round otherwise: that is left out
   (``TENSORIFY_PYTHON_SCALARS``). ``TensorifyState`` tells Dynamo to begin again with a float as a constant. ``SymNode``
@@ -65,6 +67,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.bytecode_transformation import create_call_function
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, unimplemented
 from torch._dynamo.guards import install_guard
 from torch._dynamo.source import ConstantSource, TensorProperty, TensorPropertySource
@@ -74,6 +77,7 @@ from torch._dynamo.utils import counters as dynamo_counters
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import TrackedFake, VariableBuilder  # type: ignore[attr-defined]
 from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.misc import GetAttrVariable, NumpyVariable, StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
@@ -100,7 +104,7 @@ from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeGuardPythonPrinter
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -121,6 +125,7 @@ __all__ = [
     "Source",
     "TensorVariable",
     "TorchInGraphFunctionVariable",
+    "UserFunctionVariable",
     "VariableTracker",
     "VaryingFloats",
     "accumulates_into",
@@ -161,15 +166,16 @@ __all__ = [
     "reconstruct_copy",
     "run_below_autograd",
     "run_on_cpu",
-    "running",
     "set_allocator_settings",
     "sizes_from_floats",
     "spaced_results",
     "substitute",
     "tensor_leaves",
+    "tracing",
     "uncollected",
     "varying",
     "whole_ops",
+    "with_fakes",
 ]
 
 # Ops whose Python decompositions stay. The batch norms' kernels overwrite the running statistics without saying so, which
@@ -312,7 +318,7 @@ def real_layouts() -> Iterator[None]:
             if layout is None or layout.stride() == first.stride():
                 return result
             true = torch.empty_strided(first.shape, layout.stride(), dtype=first.dtype, device=first.device)
-        return type(result)([true, *result[1:]]) if isinstance(result, (tuple, list)) else true
+        return (true, *result[1:]) if isinstance(result, (tuple, list)) else true
 
     FakeTensorMode.cache_clear()  # it may hold results with the other strides
     FakeTensorMode._dispatch_impl = dispatch  # type: ignore[method-assign]
@@ -321,6 +327,35 @@ def real_layouts() -> Iterator[None]:
     finally:
         FakeTensorMode._dispatch_impl = original  # type: ignore[method-assign]
         FakeTensorMode.cache_clear()
+
+
+@contextlib.contextmanager
+def _grouped_products() -> Iterator[None]:
+    """Trace products of experts (``_grouped_mm``) in any type: torch's fake one is for bfloat16 alone, the real one is not."""
+    original: Any = FakeTensorMode._dispatch_impl
+
+    def dispatch(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
+            return original(self, func, types, args, kwargs)
+        left, right, *others = args
+        offsets = others[0] if others else kwargs.get("offs")
+        size = [*left.shape[:-1], right.shape[-1]] if left.dim() >= right.dim() else [left.shape[0], right.shape[-1]]
+        if left.dim() == right.dim() == 2:
+            size = [offsets.shape[0], *size]
+        elif left.dim() > right.dim():
+            size = size[1:]
+        # Rows begin at multiples of 16 bytes.
+        alignment = 16 // left.dtype.itemsize
+        row = (size[-1] + alignment - 1) // alignment * alignment
+        strides = [size[1] * row, row, 1][-len(size) :]
+        with self:
+            return torch.empty_strided(size, strides, dtype=left.dtype, device=left.device)
+
+    FakeTensorMode._dispatch_impl = dispatch  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FakeTensorMode._dispatch_impl = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -382,6 +417,16 @@ def calls_cudnn(x: torch.Tensor) -> bool:
 def fake_tensors() -> contextlib.AbstractContextManager[Any]:
     """Tensors made inside have shapes, types and devices, and no memory: a network of any size can be captured."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def with_fakes(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], like: torch.Tensor) -> Any:
+    """What a call returns for tensors of which there is no memory, those of the fake tensor ``like``'s own mode."""
+    mode = like.fake_mode if isinstance(like, FakeTensor) else FakeTensorMode()
+    fakes = tree_map_only(
+        torch.Tensor, lambda x: x if isinstance(x, FakeTensor) else mode.from_tensor(x), (args, kwargs)
+    )
+    with mode:
+        return call(*fakes[0], **fakes[1])
 
 
 def real_tensors() -> contextlib.AbstractContextManager[Any]:
@@ -535,14 +580,14 @@ class _Runner:
     """One module of a version."""
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
-        self._module, self._run = module, boxed(module)
+        self.module, self._run = module, boxed(module)
 
     def __call__(self, args: list[Any], observe: ObserveNode | None) -> Any:
         if observe is None:
             return self._run(args)
         given = tuple(args)
         args.clear()
-        return _Observed(self._module, observe).run(*given)
+        return _Observed(self.module, observe).run(*given)
 
 
 class _Observed(torch.fx.Interpreter):
@@ -572,12 +617,17 @@ class Exchange:
     Attributes:
         current: the version that the next forward runs.
         dropped: positions of gradients that the next backward does not hand over.
+        unread: the tangents (targets of placeholders) that the next backward is not given, but zeros for.
+        without: a backward with such tangents left out.
         observe: where it is set, every op is run through it (slow).
     """
 
     def __init__(self) -> None:
         self.current = 0
         self.dropped: frozenset[int] = frozenset()
+        self.unread: frozenset[str] = frozenset()
+        self.without: Callable[[torch.fx.GraphModule, frozenset[str]], torch.fx.GraphModule] = lambda module, _: module
+        self._fewer: dict[tuple[int, frozenset[str]], _Runner] = {}
         self.observe: ObserveNode | None = None
         self._versions: list[tuple[_Runner, _Runner, torch.Tensor]] = []
         self._returned = self._sizes = -1
@@ -620,8 +670,19 @@ class Exchange:
         """The backward of the forward that saved ``args``."""
         number = int(args.pop(self._sizes))
         dropped, self.dropped = self.dropped, frozenset()
-        found = self._versions[number][1](args, self.observe)
+        found = self._backward(number)(args, self.observe)
         return tuple(None if i in dropped else one for i, one in enumerate(found)) if dropped else found
+
+    def _backward(self, number: int) -> _Runner:
+        """The next backward of a version."""
+        unread, self.unread = self.unread, frozenset()
+        run = self._versions[number][1]
+        if not unread:
+            return run
+        if (number, unread) not in self._fewer:
+            module = self.without(run.module, unread)
+            self._fewer[number, unread] = run if module is run.module else _Runner(module)
+        return self._fewer[number, unread]
 
 
 Partition = Callable[..., Modules]
@@ -674,7 +735,6 @@ def aot_backend(
         # "same_as_forward" gives other bits than eager where the step has a region with autocast off.
         settings["backward_pass_autocast"] = "off"
     with (
-        uncollected(),
         whole_ops(symbolic),
         _floats_stay(),
         real_layouts(),
@@ -688,11 +748,33 @@ def aot_backend(
 
 
 def compile_frame(
-    function: Callable[..., Any], backend: Callable[..., Any], symbolic: bool = False
+    function: Callable[..., Any],
+    backend: Callable[..., Any],
+    around: Callable[[], contextlib.AbstractContextManager[Any]],
+    symbolic: bool = False,
 ) -> Callable[..., Any]:
-    """``function`` captured by Dynamo: one graph a shape, or with symbols for the sizes that vary (see `varying`)."""
-    compiled: Callable[..., Any] = torch.compile(function, backend=backend, dynamic=None if symbolic else False)
+    """``function`` captured by Dynamo: one graph a shape, or with symbols for the sizes that vary (see `varying`).
+
+    What ``around`` gives is open while a frame is captured, planned and lowered, and at no other time (see `tracing`).
+    """
+    context: Any = torch._dynamo.optimize(backend=backend, dynamic=None if symbolic else False)
+    context.callback = _Capture(context.callback, around)
+    compiled: Callable[..., Any] = context(function)
     return compiled
+
+
+class _Capture:
+    """What Dynamo calls when it meets a frame for which it has no code."""
+
+    def __init__(self, capture: Any, around: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        self._torchdynamo_orig_backend = (
+            capture  # as Dynamo's own such wrappers name it: by it captured code is told apart
+        )
+        self._around = around
+
+    def __call__(self, frame: Any, *args: Any) -> Any:
+        with compile_lock, self._around():
+            return self._torchdynamo_orig_backend(frame, *args)
 
 
 @contextlib.contextmanager
@@ -1264,8 +1346,8 @@ def reconstruct_copy(codegen: Any, value: Any) -> None:
 _UNLIMITED = 1 << 30
 
 
-def running(dynamic_sources: str = "", floats: VaryingFloats | None = None) -> contextlib.AbstractContextManager[Any]:
-    """Dynamo's settings while a captured step runs.
+def tracing(dynamic_sources: str = "", floats: VaryingFloats | None = None) -> contextlib.AbstractContextManager[Any]:
+    """Dynamo's settings while it captures.
 
     Recompilation is never silently given up (who calls this counts shapes itself), an error inside Dynamo makes the frame
     run as before, a logging call does not break the graph, DDP does not split it, and NumPy stays NumPy (torch's own
@@ -1289,11 +1371,13 @@ def running(dynamic_sources: str = "", floats: VaryingFloats | None = None) -> c
         if hasattr(config, name):
             settings[name] = set(getattr(config, name)) | _logging_calls()
             break
+    stack.enter_context(uncollected())
     stack.enter_context(config.patch(settings))
     # Two sizes that were equal when the step was captured are two symbols: they need not be the next time.
     stack.enter_context(symbolic_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
     stack.enter_context(_quiet_dynamo())
     stack.enter_context(_as_in_eager_mode())
+    stack.enter_context(_grouped_products())
     if floats is not None:
         stack.enter_context(floats.symbolic())
     if dynamic_sources:

@@ -35,7 +35,7 @@ from lightning_remat.capture._numpy import numpy_as_constants
 from lightning_remat.cost import CostCache, OpCost, cost_model
 from lightning_remat.errors import CaptureError, GraphError, InfeasibleBudgetError, RematError, ScheduleError
 from lightning_remat.graph import ComputationGraph
-from lightning_remat.lowering import lower
+from lightning_remat.lowering import lower, without_tangents
 from lightning_remat.planner._accumulate import Accumulator
 from lightning_remat.planner._agreement import Agreement
 from lightning_remat.planner._config import RematConfig
@@ -138,6 +138,7 @@ class _Graph:
         buffers: those that change between a forward and its backward.
         accumulator: takes its gradients as they are made, where it may.
         dropped: by the outputs that a backward does not come through, the gradients that are none then.
+        unread: by the same outputs, the tangents that are none.
     """
 
     captured: CapturedGraph
@@ -155,6 +156,7 @@ class _Graph:
     stays: bool = False
     whole: bool = True
     dropped: dict[frozenset[int], frozenset[int]] = dataclasses.field(default_factory=dict)
+    unread: dict[frozenset[int], frozenset[str]] = dataclasses.field(default_factory=dict)
 
 
 _Path = tuple[_Graph, ...]
@@ -245,9 +247,9 @@ class ScheduledStep:
         self._search: tuple[Search, _Graph] | None = None
         self._to_search: list[_Graph] = []
         self._nodes: set[Any] = set()  # of autograd's graph, made by the present call's graphs
-        self._static = internals.compile_frame(function, self._backend)
+        self._static = internals.compile_frame(function, self._backend, self._tracing)
         self._symbolic: Callable[..., Any] | None = internals.compile_frame(
-            function, self._symbolic_backend, symbolic=True
+            function, self._symbolic_backend, self._tracing, symbolic=True
         )
         self._static_shapes: dict[Shapes, None] = {}
         self._floats = internals.VaryingFloats()
@@ -266,13 +268,10 @@ class ScheduledStep:
         self._take_better_plans()
         self._captured_now.clear()
         self._began = time.time()
-        first = shapes not in self._static_shapes
         compiled, varying = self._compiled(shapes, leaves)
-        tracing = internals.uncollected() if first and compiled is self._static else contextlib.nullcontext()
         known_failures = internals.capture_failures() if not self.plans or compiled is self._symbolic else None
         try:
-            running = internals.running(self._dynamic_sources(), self._floats)
-            with tracing, running, masks_as_in_eager_mode(), numpy_as_constants(), internals.varying(varying):
+            with internals.varying(varying):
                 result = compiled(*args, **kwargs)
         except _NoSymbols:
             return self(*args, **kwargs)
@@ -318,10 +317,10 @@ class ScheduledStep:
         """What is called from now on is captured anew, with all gradients returned."""
         self._accumulates = bool
         # Dynamo keeps what it captured for the same backend, and methods of one object are the same.
-        self._static = internals.compile_frame(self.function, functools.partial(self._backend))
+        self._static = internals.compile_frame(self.function, functools.partial(self._backend), self._tracing)
         if self._symbolic is not None:
             backend = functools.partial(self._backend, symbolic=True)
-            self._symbolic = internals.compile_frame(self.function, backend, symbolic=True)
+            self._symbolic = internals.compile_frame(self.function, backend, self._tracing, symbolic=True)
 
     def _captured(self, shapes: Shapes, numbers: Sequence[int]) -> None:
         """After a call that captured something: does the plain step fit anyway, or does every call capture again?"""
@@ -662,6 +661,12 @@ class ScheduledStep:
 
     # -- capture ------------------------------------------------------------------------------------------------------
 
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        """Open while Dynamo captures a frame of the function, and what it hands over is planned."""
+        with internals.tracing(self._dynamic_sources(), self._floats), masks_as_in_eager_mode(), numpy_as_constants():
+            yield
+
     def _backend(
         self, module: torch.fx.GraphModule, inputs: Sequence[Any], symbolic: bool = False
     ) -> Callable[..., Any]:
@@ -743,6 +748,7 @@ class ScheduledStep:
             return module.forward
         if not planned:  # nothing in it needs a gradient
             return compiled
+        exchange.without = without_tangents
         captured, problem, around, memory, index = planned[0]
         buffers = MovingBuffers(captured, inputs)
         buffers.add(index, captured, self.plans[index].schedule)
@@ -861,8 +867,10 @@ class ScheduledStep:
                 "planned too"
             )
         if unused not in graph.dropped:
-            graph.dropped[unused] = graph.captured.gradients_without(unused) if unused else frozenset()
-        graph.exchange.dropped = graph.dropped[unused]
+            captured = graph.captured
+            graph.dropped[unused] = captured.gradients_without(unused) if unused else frozenset()
+            graph.unread[unused] = captured.tangents_of(unused) if unused else frozenset()
+        graph.exchange.dropped, graph.exchange.unread = graph.dropped[unused], graph.unread[unused]
         if graph.accumulator is not None:
             gradients = graph.captured.gradient_arguments
             graph.accumulator.begin(added, {gradients[i] for i in graph.dropped[unused]})

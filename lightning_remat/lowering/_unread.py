@@ -1,0 +1,182 @@
+"""A backward that does not come through all outputs of a call, with the bits that eager mode has then.
+
+AOTAutograd is handed zeros for the others, and adds them. Eager mode adds nothing: a gradient that zeros would be added to is
+as it was, in a layout of its own, and a sum over it is computed in the order of that layout. (A model that returns its logits
+beside the loss, as CLIP does, has other last bits otherwise.)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx.node import map_arg
+
+from lightning_remat.capture._joint import is_tensor
+from lightning_remat.capture._layouts import real_layout
+from lightning_remat.capture._torch import OpOverload, with_fakes
+
+Node = torch.fx.Node
+aten = torch.ops.aten
+
+_SUMS = {aten.add.Tensor, aten.add.out, aten.add_.Tensor}
+
+
+def without_tangents(backward: torch.fx.GraphModule, unread: Collection[str]) -> torch.fx.GraphModule:
+    """The backward where these tangents (targets of placeholders) are none.
+
+    It takes the same arguments, returns the same gradients, and holds no more at any moment. It is returned as it is where the
+    layout would change that an op reads which cannot be looked into.
+    """
+    if any(isinstance(node.meta.get("val"), torch.SymInt) for node in backward.graph.find_nodes(op="placeholder")):
+        return backward  # layouts of symbolic sizes are not compared
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(backward.graph, {}))
+    try:
+        _Without(graph, unread).rewrite()
+    except _Unknown:
+        return backward
+    return torch.fx.GraphModule(backward, graph)
+
+
+class _Unknown(Exception):
+    """The layout of a result is not known."""
+
+
+class _Without:
+    def __init__(self, graph: torch.fx.Graph, unread: Collection[str]) -> None:
+        self.graph = graph
+        placeholders = graph.find_nodes(op="placeholder")
+        self.none = {node for node in placeholders if str(node.target) in unread}
+        self.gradients = {node for node in placeholders if "tangents" in str(node.target)} - self.none
+        self.changed: set[Node] = set()  # other layouts than they had
+
+    def rewrite(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.op != "call_function":
+                continue
+            sources = set(node.all_input_nodes)
+            if sources & self.changed:
+                self._lay_out(node)
+            if not sources & self.none:
+                if sources & self.gradients:
+                    self.gradients.add(node)
+            elif not sources & self.gradients:  # made of nothing
+                self.none.add(node)
+            else:
+                self.gradients.add(node)
+                self._leave_out(node)
+        for node in reversed(list(self.graph.nodes)):
+            if node in self.none and node.op == "call_function" and not node.users:
+                self.graph.erase_node(node)
+        self.graph.eliminate_dead_code()
+
+    def _leave_out(self, node: Node) -> None:
+        """A sum of a gradient and nothing is the gradient. (Other ops take zeros for nothing in eager mode too.)"""
+        terms = node.args[:2]
+        kept = [one for one in terms if isinstance(one, Node) and one not in self.none]
+        if node.target not in _SUMS or len(kept) != 1 or "alpha" in node.kwargs or not is_tensor(kept[0]):
+            return
+        (only,), value = kept, node.meta["val"]
+        if only.meta["val"].shape != value.shape or only.meta["val"].dtype != value.dtype:
+            return
+        before = value.stride()
+        over = node.kwargs.get("out", terms[0] if node.target is aten.add_.Tensor else None)
+        if over is only:  # which nobody else needs
+            node.replace_all_uses_with(only)
+            self.graph.erase_node(node)
+            node = only
+        else:
+            node.target, node.args, node.kwargs = aten.clone.default, (only,), {}
+            node.meta["val"] = self._computed(node, node.args, {})
+        if node.meta["val"].stride() != before:
+            self.changed.add(node)
+
+    def _lay_out(self, node: Node) -> None:
+        """What a node whose inputs have other layouts gives now."""
+        before = node.meta.get("val")
+        if node.target is operator.getitem:
+            source, index = node.args
+            value = source.meta["val"][index]  # type: ignore[union-attr]
+        elif not isinstance(node.target, OpOverload):
+            raise _Unknown
+        else:
+            written = [
+                a.name for a in node.target._schema.arguments if a.alias_info is not None and a.alias_info.is_write
+            ]
+            if not written:
+                value = self._result(node)
+            elif len(written) == 1 and written[0] in node.kwargs:
+                value = self._written(node, written[0])
+            else:
+                value = self._in_place(node)
+        node.meta["val"] = value
+        if _strides(value) != _strides(before):
+            self.changed.add(node)
+
+    def _result(self, node: Node) -> Any:
+        try:
+            return self._computed(node, node.args, node.kwargs)
+        except (RuntimeError, ValueError) as error:
+            if node.target is not aten.view.default:
+                raise _Unknown from error
+        # Eager mode reshapes, which copies here.
+        source, size = node.args
+        with self.graph.inserting_before(node):
+            copy = self.graph.call_function(aten.clone.default, (source,), {"memory_format": torch.contiguous_format})
+        copy.meta["val"] = self._computed(copy, copy.args, copy.kwargs)
+        self.gradients.add(copy)
+        node.args = (copy, size)
+        return self._computed(node, node.args, {})
+
+    def _written(self, node: Node, name: str) -> Any:
+        """A result that takes the memory of an input: only where it has the input's layout still."""
+        over: Any = node.kwargs[name]
+        held = over.meta["val"]
+        with self.graph.inserting_before(node):
+            memory = self.graph.call_function(
+                aten.empty.memory_format, ([0],), {"dtype": held.dtype, "device": held.device}
+            )
+        memory.meta["val"] = with_fakes(torch.empty, [[0]], {"dtype": held.dtype, "device": held.device}, held)
+        node.update_kwarg(name, memory)
+        try:
+            value = self._computed(node, node.args, node.kwargs)
+        except RuntimeError as error:
+            raise _Unknown from error
+        if value.stride() != held.stride():
+            return value
+        node.update_kwarg(name, over)
+        self.graph.erase_node(memory)
+        return held
+
+    def _in_place(self, node: Node) -> Any:
+        first: Any = node.args[0]
+        tensors = [one.meta["val"] for one in node.all_input_nodes if is_tensor(one)]
+        held = first.meta["val"]
+        if any(one.dim() and one.shape == held.shape and one.stride() != held.stride() for one in tensors):
+            raise _Unknown
+        return held
+
+    def _computed(self, node: Node, args: Any, kwargs: Any) -> Any:
+        args, kwargs = map_arg((args, kwargs), lambda source: source.meta["val"])
+        target: Any = node.target
+
+        def laid_out(*args: Any, **kwargs: Any) -> Any:
+            value = target(*args, **kwargs)
+            layout = real_layout(getattr(target.overloadpacket, "default", target), args)
+            first = value[0] if isinstance(value, (tuple, list)) else value
+            if layout is None or layout.stride() == first.stride():
+                return value
+            true = torch.empty_strided(first.shape, layout.stride(), dtype=first.dtype, device=first.device)
+            return (true, *value[1:]) if isinstance(value, (tuple, list)) else true
+
+        return with_fakes(laid_out, args, kwargs, next(n.meta["val"] for n in node.all_input_nodes if is_tensor(n)))
+
+
+def _strides(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.stride()
+    return [_strides(one) for one in value] if isinstance(value, (tuple, list)) else None

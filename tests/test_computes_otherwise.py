@@ -1,0 +1,66 @@
+"""Models of transformers that compute in another way when they are compiled: captured as eager mode runs them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from lightning_remat import rematerialize
+
+WORDS = 40
+
+
+def mamba() -> nn.Module:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "vocab_size": WORDS}
+    return transformers.MambaForCausalLM(transformers.MambaConfig(**sizes))
+
+
+def mixtral() -> nn.Module:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": WORDS}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
+
+
+NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 17)
+
+
+@pytest.mark.skipif(not NEWER, reason=f"transformers {transformers.__version__} computes in another way")
+@pytest.mark.parametrize("model", [mamba, mixtral])
+def test_bits_are_those_of_eager_mode(model: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    eager = model()
+    other = copy.deepcopy(eager)
+    step: Any = rematerialize(other, budget=0.8, cost_model="unit", solver="greedy", time_limit=5.0)
+    words = torch.randint(0, WORDS, (2, 8))
+    for seed in range(3):
+        losses = []
+        for module, run in ((eager, eager), (other, step)):
+            torch.manual_seed(seed)
+            module.zero_grad()
+            loss = run(input_ids=words, labels=words, use_cache=False).loss
+            loss.backward()
+            losses.append(loss.detach())
+            torch.optim.SGD(module.parameters(), 0.1).step()
+        assert torch.equal(*losses)
+        for (name, p), q in zip(eager.named_parameters(), other.parameters(), strict=True):
+            assert torch.equal(p, q), name
+    (plan,) = step.scheduled.plans
+    assert plan.rematerializes and step.scheduled.runs == [3] and not step.scheduled.failures
+
+
+def test_products_of_experts_in_any_type() -> None:
+    def products(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(x.sin(), weight.transpose(1, 2), offs=ends).tanh().square().sum()
+
+    x, weight = torch.randn(12, 8, requires_grad=True), torch.randn(3, 8, 8, requires_grad=True)
+    ends = torch.tensor([4, 7, 12], dtype=torch.int32)
+    step: Any = rematerialize(products, budget=1.0, cost_model="unit", solver="greedy", time_limit=0.05)
+    found = [torch.autograd.grad(run(x, weight, ends), (x, weight)) for run in (products, step)]
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert len(step.scheduled.plans) == 1 and not step.scheduled.failures
