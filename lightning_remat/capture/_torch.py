@@ -560,14 +560,28 @@ class _Observed(torch.fx.Interpreter):
         return self._observe(n, args, kwargs, run)
 
 
+class _Outputs(tuple[Any, ...]):
+    """What a version's forward returns, said to be as long as ``told``: all of it is there for who iterates or takes slices.
+
+    Attributes:
+        told: how many AOTAutograd was told, when it compiled the first version.
+    """
+
+    told: int
+
+    def __len__(self) -> int:
+        return self.told
+
+
 class Exchange:
     """What AOTAutograd runs for one captured graph: one of several versions of it, each a forward and its backward.
 
     AOTAutograd asks how many outputs and sizes a forward has, but not how many tensors it saves, so that versions may save
-    different ones. (It would note which of the first version's have symbolic sizes: it is not told what they are. And since
-    torch 2.14 it notes which of them are inputs, not to make aliases of these: it is told that none are, as before.) Each
-    forward saves its version's number too, and the backward is that of the forward that saved for it, however many calls wait
-    for theirs. One thread at a time may call it.
+    different ones. (It would note which of the first version's have symbolic sizes: it is not told what they are. Since torch
+    2.14 it notes which of them are inputs, not to make aliases of these: it is told that none are, as before. And where there
+    are tensor subclasses, torch 2.14 counts a forward's own outputs by what is left beside the first version's: see
+    `_Outputs`.) Each forward saves its version's number too, and the backward is that of the forward that saved for it,
+    however many calls wait for theirs. One thread at a time may call it.
 
     Attributes:
         current: the version that the next forward runs.
@@ -580,7 +594,7 @@ class Exchange:
         self.dropped: frozenset[int] = frozenset()
         self.observe: ObserveNode | None = None
         self._versions: list[tuple[_Runner, _Runner, torch.Tensor]] = []
-        self._returned = self._sizes = -1
+        self._returned = self._sizes = self._told = -1
         self._most_saved = 0
         self._inputs_saved: list[bool] = []
 
@@ -593,6 +607,8 @@ class Exchange:
         self._returned, self._sizes = modules.returned, modules.sizes
         number = len(self._versions)
         outputs: Any = modules.forward.graph.output_node().args[0]
+        if number == 0:
+            self._told = len(outputs)
         for saved in outputs[modules.returned : len(outputs) - modules.sizes]:
             saved.meta.pop("val", None)
         with real_tensors():
@@ -614,7 +630,9 @@ class Exchange:
         """The current version's forward."""
         run, _, number = self._versions[self.current]
         outputs = run(args, self.observe)
-        return (*outputs[: self._returned], number, *outputs[self._returned :])
+        given = _Outputs((*outputs[: self._returned], number, *outputs[self._returned :]))
+        given.told = self._told
+        return given
 
     def backward(self, args: list[Any]) -> Any:
         """The backward of the forward that saved ``args``."""
