@@ -206,8 +206,8 @@ def _upsample(op: OpOverload, x: torch.Tensor, output_size: Any, *others: Any, *
     factors: list[float] | None = arguments.pop()
     scales: Sequence[float | None] = factors or [None] * (x.dim() - 2)
     if output_size is None and factors is not None:
-        pairs = zip(x.shape[2:], factors, strict=True)
-        output_size = [torch.sym_int(size * factor) for size, factor in pairs]  # type: ignore[no-untyped-call]
+        as_int: Any = torch.sym_int  # without types before torch 2.14
+        output_size = [as_int(size * factor) for size, factor in zip(x.shape[2:], factors, strict=True)]
     made: torch.Tensor = op(x, output_size, *arguments, *scales)
     return made
 
@@ -840,7 +840,12 @@ def _float_symbols(graph_module: torch.fx.GraphModule) -> list[str]:
     """The names of the symbols of Python floats that a graph of Dynamo's is given."""
     examples = (node.meta.get("example_value") for node in graph_module.graph.find_nodes(op="placeholder"))
     numbers = (getattr(example, "item_memo", None) for example in examples if isinstance(example, FakeTensor))
-    return [number.node._expr.name for number in numbers if isinstance(number, torch.SymFloat)]
+    return [_node(number)._expr.name for number in numbers if isinstance(number, torch.SymFloat)]
+
+
+def _node(number: torch.SymInt | torch.SymFloat) -> Any:
+    """What a symbolic number is made of; since torch 2.14 its type says that parts may be ``None``, which none is here."""
+    return number.node
 
 
 def sizes_from_floats(graph_module: torch.fx.GraphModule) -> bool:
@@ -958,7 +963,8 @@ def substitute(expression: Any, values: Mapping[Any, int]) -> Any:
 
 def largest(value: torch.SymInt) -> int | None:
     """The most that a symbolic size may be in the captured graph; ``None`` where it is not bounded."""
-    upper = value.node.shape_env.bound_sympy(value.node.expr).upper
+    node = _node(value)
+    upper = node.shape_env.bound_sympy(node.expr).upper
     return None if upper == int_oo else int(upper)
 
 
@@ -1224,7 +1230,8 @@ def given(node: torch.fx.Node) -> tuple[Source, Callable[[torch.Tensor], Any]] |
     """While Dynamo traces: the tensor given to the step that a node is, or is a size of, and how it comes from that."""
     argument, example = node.meta.get("grapharg"), node.meta.get("example_value")
     if isinstance(example, torch.SymInt):
-        sources = example.node.shape_env.var_to_sources.get(example.node.expr, ())
+        size = _node(example)
+        sources = size.shape_env.var_to_sources.get(size.expr, ())
         for source in sources:
             if isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE:
                 return source.base, operator.methodcaller("size", source.idx)
@@ -1264,10 +1271,11 @@ def is_size(variable: Any) -> bool:
     number = getattr(variable, "sym_num", None)
     if not isinstance(number, torch.SymInt):
         return False
-    sources = number.node.shape_env.var_to_sources
+    node = _node(number)
+    sources = node.shape_env.var_to_sources
     return all(
         any(isinstance(source, TensorPropertySource) for source in sources.get(symbol, ()))
-        for symbol in number.node.expr.free_symbols
+        for symbol in node.expr.free_symbols
     )
 
 
