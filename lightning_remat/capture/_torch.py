@@ -1,4 +1,4 @@
-"""Every private torch import of the project. Tried on torch 2.13.0 (Python 3.11) and torch 2.11.0 (Python 3.12).
+"""Every private torch import of the project. Tried on torch 2.14.1 and 2.13.0 (Python 3.11) and 2.11.0 (Python 3.12).
 
 What is used and why:
 
