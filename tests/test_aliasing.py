@@ -17,6 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_remat import InfeasibleBudgetError, RematConfig
 from lightning_remat.callbacks import RematCallback
+from lightning_remat.capture._torch import captured_node
 from lightning_remat.planner import ScheduledStep
 
 ROWS, WIDTH = 5, 4
@@ -254,6 +255,16 @@ def plain(tensor: torch.Tensor | None) -> list[torch.Tensor]:
     return [] if tensor is None else [tensor.a, tensor.b] if isinstance(tensor, TwoTensor) else [tensor]
 
 
+def same(losses: list[Any], eager: nn.Module, module: nn.Module) -> None:
+    for one, other in (
+        *losses,
+        *zip(eager.buffers(), module.buffers(), strict=True),
+        *((p.grad, q.grad) for p, q in zip(eager.parameters(), module.parameters(), strict=True)),
+    ):
+        pairs = list(zip(plain(one), plain(other), strict=True))
+        assert pairs and all(torch.equal(a, b) for a, b in pairs)
+
+
 @pytest.mark.parametrize("writes", [False, True])
 def test_tensor_subclasses_take_several_places(writes: bool) -> None:
     eager, module = TwoInOne(writes), TwoInOne(writes)
@@ -263,14 +274,34 @@ def test_tensor_subclasses_take_several_places(writes: bool) -> None:
         losses = [eager(x), step(x)]
         for loss in losses:
             loss.backward()
-        for one, other in (
-            losses,
-            *zip(eager.buffers(), module.buffers(), strict=True),
-            *((p.grad, q.grad) for p, q in zip(eager.parameters(), module.parameters(), strict=True)),
-        ):
-            pairs = list(zip(plain(one), plain(other), strict=True))
-            assert pairs and all(torch.equal(a, b) for a, b in pairs)
+        same([losses], eager, module)
     assert len(step.plans) == 1 and step.plans[0].rematerializes and not step.failures
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("budgets", [(1.0, "min"), ("min", 1.0)])
+def test_plans_that_save_different_numbers_of_tensors_beside_subclasses(budgets: tuple[Any, ...], writes: bool) -> None:
+    x, eager = torch.randn(5, 8), TwoInOne(writes)
+    step, other = (
+        ScheduledStep(TwoInOne(writes), RematConfig(budget=budget, cost_model="unit", solver="greedy"))
+        for budget in budgets
+    )
+    other(x)
+    pairs, saved = [], set()
+    for number in (0, 1, 0, 1):
+        if number and len(step.plans) == 1:
+            step._add_plan(other.plans[0], step._graphs[0], step._graphs[0].captured)
+        if step.plans:
+            step._graphs[0].plan = number
+        expected, found = eager(x), step(x)
+        saved.add(len(captured_node(found)[0].saved_tensors))
+        pairs.append((expected, found))
+        if writes or number:  # two forwards wait for their backwards where nothing writes to what they saved
+            for loss in (loss for pair in pairs for loss in pair):
+                loss.backward()
+            same(pairs, eager, step.function)
+            pairs.clear()
+    assert len(saved) == 2 and step.runs == [2, 2] and not step.failures
 
 
 def test_an_expanded_buffer_that_is_read_again_can_be_watched() -> None:

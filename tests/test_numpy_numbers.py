@@ -53,6 +53,12 @@ def without_end(hidden: torch.Tensor) -> torch.Tensor:
     return hidden * float(np.isfinite(np.array([8.0]) / np.array([4.0])).all())
 
 
+def by_attributes(hidden: torch.Tensor) -> torch.Tensor:
+    rates = np.array([[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]])
+    turned = rates.T
+    return hidden * (float(turned[2].sum()) + rates.size + turned.shape[0] + rates[0, 1].real)
+
+
 class Part(nn.Module):
     def __init__(self, body: Any) -> None:
         super().__init__()
@@ -89,7 +95,7 @@ def run_as_eager(body: Any, sizes: Any = (8, 8), budget: float = 0.9) -> Schedul
     return step
 
 
-@pytest.mark.parametrize("body", [windows, scaled, in_single_precision, one_by_one, without_end])
+@pytest.mark.parametrize("body", [windows, scaled, in_single_precision, one_by_one, without_end, by_attributes])
 def test_one_graph(body: Any) -> None:
     step = run_as_eager(body)
     assert step.runs == [2]

@@ -101,6 +101,8 @@ class NumpyConstant(VariableTracker):
         found = getattr(self.value, name)
         return GetAttrVariable(self, name) if callable(found) else _tracked(tx, found)
 
+    tp_getattro_impl = var_getattr  # torch 2.14's name for it
+
     def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         found = _computed(tx, getattr(self.value, name), args, kwargs) if name in _METHODS else None
         return super().call_method(tx, name, args, kwargs) if found is None else found

@@ -1,4 +1,4 @@
-"""Every private torch import of the project. Tried on torch 2.13.0 (Python 3.11) and torch 2.11.0 (Python 3.12).
+"""Every private torch import of the project. Tried on torch 2.14.1 and 2.13.0 (Python 3.11) and 2.11.0 (Python 3.12).
 
 What is used and why:
 
@@ -212,8 +212,8 @@ def _upsample(op: OpOverload, x: torch.Tensor, output_size: Any, *others: Any, *
     factors: list[float] | None = arguments.pop()
     scales: Sequence[float | None] = factors or [None] * (x.dim() - 2)
     if output_size is None and factors is not None:
-        pairs = zip(x.shape[2:], factors, strict=True)
-        output_size = [torch.sym_int(size * factor) for size, factor in pairs]  # type: ignore[no-untyped-call]
+        as_int: Any = torch.sym_int  # without types before torch 2.14
+        output_size = [as_int(size * factor) for size, factor in zip(x.shape[2:], factors, strict=True)]
     made: torch.Tensor = op(x, output_size, *arguments, *scales)
     return made
 
@@ -605,14 +605,28 @@ class _Observed(torch.fx.Interpreter):
         return self._observe(n, args, kwargs, run)
 
 
+class _Outputs(tuple[Any, ...]):
+    """What a version's forward returns, said to be as long as ``told``: all of it is there for who iterates or takes slices.
+
+    Attributes:
+        told: how many AOTAutograd was told, when it compiled the first version.
+    """
+
+    told: int
+
+    def __len__(self) -> int:
+        return self.told
+
+
 class Exchange:
     """What AOTAutograd runs for one captured graph: one of several versions of it, each a forward and its backward.
 
     AOTAutograd asks how many outputs and sizes a forward has, but not how many tensors it saves, so that versions may save
-    different ones. (It would note which of the first version's have symbolic sizes: it is not told what they are. And since
-    torch 2.14 it notes which of them are inputs, not to make aliases of these: it is told that none are, as before.) Each
-    forward saves its version's number too, and the backward is that of the forward that saved for it, however many calls wait
-    for theirs. One thread at a time may call it.
+    different ones. (It would note which of the first version's have symbolic sizes: it is not told what they are. Since torch
+    2.14 it notes which of them are inputs, not to make aliases of these: it is told that none are, as before. And where there
+    are tensor subclasses, torch 2.14 counts a forward's own outputs by what is left beside the first version's: see
+    `_Outputs`.) Each forward saves its version's number too, and the backward is that of the forward that saved for it,
+    however many calls wait for theirs. One thread at a time may call it.
 
     Attributes:
         current: the version that the next forward runs.
@@ -630,7 +644,7 @@ class Exchange:
         self._fewer: dict[tuple[int, frozenset[str]], _Runner] = {}
         self.observe: ObserveNode | None = None
         self._versions: list[tuple[_Runner, _Runner, torch.Tensor]] = []
-        self._returned = self._sizes = -1
+        self._returned = self._sizes = self._told = -1
         self._most_saved = 0
         self._inputs_saved: list[bool] = []
 
@@ -643,6 +657,8 @@ class Exchange:
         self._returned, self._sizes = modules.returned, modules.sizes
         number = len(self._versions)
         outputs: Any = modules.forward.graph.output_node().args[0]
+        if number == 0:
+            self._told = len(outputs)
         for saved in outputs[modules.returned : len(outputs) - modules.sizes]:
             saved.meta.pop("val", None)
         with real_tensors():
@@ -664,7 +680,9 @@ class Exchange:
         """The current version's forward."""
         run, _, number = self._versions[self.current]
         outputs = run(args, self.observe)
-        return (*outputs[: self._returned], number, *outputs[self._returned :])
+        given = _Outputs((*outputs[: self._returned], number, *outputs[self._returned :]))
+        given.told = self._told
+        return given
 
     def backward(self, args: list[Any]) -> Any:
         """The backward of the forward that saved ``args``."""
@@ -904,7 +922,12 @@ def _float_symbols(graph_module: torch.fx.GraphModule) -> list[str]:
     """The names of the symbols of Python floats that a graph of Dynamo's is given."""
     examples = (node.meta.get("example_value") for node in graph_module.graph.find_nodes(op="placeholder"))
     numbers = (getattr(example, "item_memo", None) for example in examples if isinstance(example, FakeTensor))
-    return [number.node._expr.name for number in numbers if isinstance(number, torch.SymFloat)]
+    return [_node(number)._expr.name for number in numbers if isinstance(number, torch.SymFloat)]
+
+
+def _node(number: torch.SymInt | torch.SymFloat) -> Any:
+    """What a symbolic number is made of; since torch 2.14 its type says that parts may be ``None``, which none is here."""
+    return number.node
 
 
 def sizes_from_floats(graph_module: torch.fx.GraphModule) -> bool:
@@ -1022,7 +1045,8 @@ def substitute(expression: Any, values: Mapping[Any, int]) -> Any:
 
 def largest(value: torch.SymInt) -> int | None:
     """The most that a symbolic size may be in the captured graph; ``None`` where it is not bounded."""
-    upper = value.node.shape_env.bound_sympy(value.node.expr).upper
+    node = _node(value)
+    upper = node.shape_env.bound_sympy(node.expr).upper
     return None if upper == int_oo else int(upper)
 
 
@@ -1288,7 +1312,8 @@ def given(node: torch.fx.Node) -> tuple[Source, Callable[[torch.Tensor], Any]] |
     """While Dynamo traces: the tensor given to the step that a node is, or is a size of, and how it comes from that."""
     argument, example = node.meta.get("grapharg"), node.meta.get("example_value")
     if isinstance(example, torch.SymInt):
-        sources = example.node.shape_env.var_to_sources.get(example.node.expr, ())
+        size = _node(example)
+        sources = size.shape_env.var_to_sources.get(size.expr, ())
         for source in sources:
             if isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE:
                 return source.base, operator.methodcaller("size", source.idx)
@@ -1328,10 +1353,11 @@ def is_size(variable: Any) -> bool:
     number = getattr(variable, "sym_num", None)
     if not isinstance(number, torch.SymInt):
         return False
-    sources = number.node.shape_env.var_to_sources
+    node = _node(number)
+    sources = node.shape_env.var_to_sources
     return all(
         any(isinstance(source, TensorPropertySource) for source in sources.get(symbol, ()))
-        for symbol in number.node.expr.free_symbols
+        for symbol in node.expr.free_symbols
     )
 
 
