@@ -163,6 +163,11 @@ class RematBatchSizeFinder(Callback):
                 "RematBatchSizeFinder tries training steps, and with manual optimization these change parameters: set the "
                 "batch size by hand, or use automatic optimization"
             )
+        if getattr(pl_module, "_compiler_ctx", None) is not None:
+            raise ConfigError(
+                "the module given to fit() was compiled with torch.compile, and its step cannot be planned: give the plain "
+                "module, or set the batch size by hand"
+            )
         if self.keep_effective_batch_size and any(
             isinstance(one, GradientAccumulationScheduler)
             for one in trainer.callbacks  # type: ignore[attr-defined]

@@ -87,8 +87,7 @@ class RematCallback(Callback):
         at_hand: schedules that `RematBatchSizeFinder` met in this fit; no plan that they fit is dearer.
 
     Raises:
-        ConfigError: for an option that cannot be used, or (in ``setup``) for a strategy or a compiled module that is not
-            supported.
+        ConfigError: for an option that cannot be used, or (in ``setup``) for a strategy that is not supported.
         BudgetError: for a budget that cannot be understood, or is over what the device has.
         InfeasibleBudgetError: on the first batch, when no schedule fits; it names the smallest feasible budget.
 
@@ -204,11 +203,6 @@ class RematCallback(Callback):
         device = strategy.root_device
         if device.type not in ("cpu", "cuda"):
             raise ConfigError(f"RematCallback supports CPU and CUDA devices, not {device.type!r}")
-        if getattr(pl_module, "_compiler_ctx", None) is not None:
-            raise ConfigError(
-                "the module given to fit() was compiled with torch.compile, whose graph cannot be scheduled: give the "
-                "plain module, RematCallback captures it itself"
-            )
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -252,6 +246,13 @@ class RematCallback(Callback):
             rank_zero_warn(
                 "training_step takes a dataloader_iter: the step is not one function of a batch, and runs as before, "
                 "without rematerialization",
+                category=RematWarning,
+            )
+            return None
+        if getattr(module, "_compiler_ctx", None) is not None:
+            rank_zero_warn(
+                "the module given to fit() was compiled with torch.compile: it trains as your compiler has made it, without "
+                "rematerialization; give the plain module to have its step planned",
                 category=RematWarning,
             )
             return None

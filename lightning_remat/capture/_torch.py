@@ -12,12 +12,15 @@ What is used and why:
 * ``FunctionalTensorMode.__torch_dispatch__``: where an op in place is about to become one that is not (see `spaced_results`).
 * ``_AutoDispatchBelowAutograd``: oneDNN's LSTM asks whether gradients are enabled (see `_lstm_layer`).
 * ``_inductor.config.fallback_random``: without it, AOTAutograd drops random ops whose result nobody reads; eager draws them.
+  ``fx.Node.is_impure``: what else it drops (see ``_effects``).
 * ``TorchInGraphFunctionVariable._get_handlers``: Dynamo's own decomposition of ``addcdiv`` (see `whole_ops` for AOTAutograd's),
   and its answers to code that asks whether it is compiled, or for the values of a mask (see `_masks`; ``TensorVariable``
   is where it calls a tensor's methods).
 * ``_dynamo.exc.unimplemented``, ``_dynamo.config.allow_rnn``: recurrent layers are traced where that gives eager's bits, and
   left alone where it does not (`_recurrent`).
 * Dynamo's sources and guards: what such an answer rests on is asked again in every step.
+* ``OptimizedModule``, what ``torch.compile`` writes on functions and modules, and what Dynamo makes of these: what the user has
+  compiled is left alone (see ``_compiled``).
 * ``distributed_c10d._get_default_store``: where processes that train together leave notes for each other.
 * ``TorchDispatchMode`` and an op's kernel for one device: a kernel's result on memory that is given to it; and what eager mode
   runs, op by op, with the number of each in autograd's graph: by it an op of a backward is known to be that of a forward.
@@ -65,17 +68,20 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.bytecode_transformation import create_call_function
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, unimplemented
-from torch._dynamo.guards import install_guard
-from torch._dynamo.source import ConstantSource, TensorProperty, TensorPropertySource
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource, ConstantSource, TensorProperty, TensorPropertySource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase, TensorifyState
 from torch._dynamo.symbolic_convert import compare_op_handlers as compare_handlers
 from torch._dynamo.utils import counters as dynamo_counters
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import TrackedFake, VariableBuilder  # type: ignore[attr-defined]
 from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.misc import GetAttrVariable, NumpyVariable, StringFormatVariable
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._functorch import config as functorch_config
@@ -110,6 +116,11 @@ from lightning_remat.capture._layouts import real_layout, with_narrow_gaps
 from lightning_remat.capture._regions import inline_regions
 
 __all__ = [
+    "COMPILED_CALL",
+    "DISABLED",
+    "INLINED",
+    "ORIGINAL",
+    "AttrSource",
     "BaseListVariable",
     "BuiltinVariable",
     "FakeTensor",
@@ -118,11 +129,17 @@ __all__ = [
     "Modules",
     "NumpyVariable",
     "OpOverload",
+    "OptimizedModule",
+    "SkipFunctionVariable",
     "Source",
     "TensorVariable",
     "TorchInGraphFunctionVariable",
+    "UnspecializedNNModuleVariable",
+    "UserFunctionVariable",
+    "VariableBuilder",
     "VariableTracker",
     "VaryingFloats",
+    "absent",
     "accumulates_into",
     "allocator_settings",
     "aot_backend",
@@ -168,9 +185,19 @@ __all__ = [
     "substitute",
     "tensor_leaves",
     "uncollected",
+    "unimplemented",
     "varying",
     "whole_ops",
 ]
+
+INLINED, ORIGINAL = "_torchdynamo_inline", "_torchdynamo_orig_callable"
+"""Attributes of a function that ``torch.compile`` has made: what Dynamo traces in its place, and what was compiled."""
+
+DISABLED = "_torchdynamo_disable"
+"""Attribute of a function that Dynamo is to leave alone."""
+
+COMPILED_CALL = "_compiled_call_impl"
+"""Attribute of a module: what ``module.compile()`` has made."""
 
 # Ops whose Python decompositions stay. The batch norms' kernels overwrite the running statistics without saying so, which
 # a functional graph cannot hold; `dropout` becomes `native_dropout`, which the capture knows how to split.
@@ -632,11 +659,13 @@ def aot_backend(
     example_inputs: Sequence[Any],
     partition: Partition,
     parts: Mapping[OpOverload, Callable[..., Any]],
-    symbolic: bool = False,
+    symbolic: bool,
+    stays: Callable[[Any], bool],
 ) -> tuple[Callable[..., Any], Exchange]:
     """Run AOTAutograd on a captured forward; ``partition`` turns the joint graph into forward and backward.
 
     The ops in ``parts`` are captured as the ops that they are made of. What runs can be exchanged for other versions of it.
+    Ops for which ``stays`` is true are there although nobody reads their results.
     """
     inline_regions(graph_module)
     exchange = Exchange()
@@ -679,12 +708,28 @@ def aot_backend(
         _floats_stay(),
         real_layouts(),
         spaced_results(),
+        _unread_ops_stay(stays),
         functorch_config.patch(settings),
         inductor_config.patch(fallback_random=True),
     ):
         compiled: Callable[..., Any] = backend(graph_module, example_inputs)
     TensorifyState.clear()  # what Dynamo began again for is captured
     return compiled, exchange
+
+
+@contextlib.contextmanager
+def _unread_ops_stay(stays: Callable[[Any], bool]) -> Iterator[None]:
+    """Ops for which this is true are not taken for dead code."""
+    own = torch.fx.Node.is_impure
+
+    def is_impure(node: torch.fx.Node, impure_random: bool = True) -> bool:
+        return own(node, impure_random) or (node.op == "call_function" and stays(node.target))
+
+    torch.fx.Node.is_impure = is_impure  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.fx.Node.is_impure = own  # type: ignore[method-assign]
 
 
 def compile_frame(
@@ -1153,6 +1198,8 @@ def _as_in_eager_mode() -> Iterator[None]:
         handlers[question] = functools.partial(_answer, before[question])
     for layers in _RECURRENT:
         handlers[layers] = _recurrent
+    handlers[torch._assert_async] = _asserted
+    handlers[torch._assert] = functools.partial(_asserted_at_once, before[torch._assert])
     try:
         yield
     finally:
@@ -1191,6 +1238,21 @@ def _recurrent(asked: Any, _translator: Any, x: Any, *_others: Any, **_named: An
             explanation="It is left alone: off the CPU, its dropout and its weights are cuDNN's own, which no graph holds.",
             hints=[],
         )
+
+
+def _asserted(_function: Any, translator: Any, *args: Any) -> Any:
+    """A call of ``torch._assert_async``; an ``assert`` is traced to the function itself (see ``_effects.name_assertions``)."""
+    packet = torch.ops.aten._assert_async
+    op = VariableTracker.build(translator, packet.msg if len(args) > 1 else packet.default)
+    return op.call_function(translator, list(args), {})
+
+
+def _asserted_at_once(own: Callable[..., Any], function: Any, translator: Any, condition: Any, message: Any) -> Any:
+    """A call of ``torch._assert``, which is an ``assert``."""
+    if not isinstance(condition, TensorVariable):
+        return own(function, translator, condition, message)
+    op = VariableTracker.build(translator, torch.ops.lightning_remat.assertion.default)
+    return op.call_function(translator, [condition, message], {})
 
 
 def _logging_calls() -> set[Any]:
@@ -1239,6 +1301,11 @@ def guard_on(source: Source, question: Callable[[torch.Tensor], bool], answer: b
         builder.get_guard_manager(guard).add_lambda_guard(check, [words], guard.user_stack)
 
     install_guard(source.make_guard(VALUE_MATCH))
+
+
+def absent(source: Source, name: str) -> None:
+    """While Dynamo traces: what is captured holds as long as the object given there has no such attribute of its own."""
+    install_guard(source.make_guard(functools.partial(GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=name)))
 
 
 def is_size(variable: Any) -> bool:
