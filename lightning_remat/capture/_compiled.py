@@ -115,14 +115,21 @@ class CompiledModule(VariableTracker):
     def python_type(self) -> type:
         return OptimizedModule
 
-    def var_getattr(self, tx: Any, name: str) -> Any:
+    def tp_getattro_impl(self, tx: Any, name: str) -> Any:
+        """An attribute, as torch 2.14 asks for it."""
         if name == "forward":
             return CompiledModule(self.module, self.told, source=AttrSource(self.source, name))
         original = VariableTracker.build(tx, self.module._orig_mod, AttrSource(self.source, "_orig_mod"))
-        return original if name == "_orig_mod" else original.var_getattr(tx, name)
+        if name == "_orig_mod":
+            return original
+        return VariableTracker.build(tx, getattr).call_function(tx, [original, VariableTracker.build(tx, name)], {})
+
+    def var_getattr(self, tx: Any, name: str) -> Any:
+        """The same, as earlier releases ask for it."""
+        return self.tp_getattro_impl(tx, name)
 
     def call_obj_hasattr(self, tx: Any, name: str) -> Any:
-        return self.var_getattr(tx, "_orig_mod").call_obj_hasattr(tx, name)
+        return self.tp_getattro_impl(tx, "_orig_mod").call_obj_hasattr(tx, name)
 
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
         del tx, args, kwargs
@@ -131,7 +138,7 @@ class CompiledModule(VariableTracker):
     def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name in ("forward", "__call__"):
             leave(self.told, self.module._orig_mod)
-        return self.var_getattr(tx, name).call_function(tx, args, kwargs)
+        return self.tp_getattro_impl(tx, name).call_function(tx, args, kwargs)
 
 
 def name_of(called: Any) -> str:

@@ -7,7 +7,6 @@ and are never tried out on made-up inputs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -109,9 +108,10 @@ def call_directly(graph: torch.fx.Graph) -> None:
         CaptureError: for an effect that is no operator's.
     """
     for node in graph.find_nodes(op="call_function", target=getattr(higher_order, "with_effects", None)):
-        given: Sequence[Any] = node.args
+        given: Any = node.args
         token, target, args = given[0], given[1], given[2:]
-        if not isinstance(target, OpOverload) and target is not getattr(higher_order, "print", None):
+        known = isinstance(target, OpOverload) or target is getattr(higher_order, "print", None)
+        if not known:
             raise CaptureError(f"{node.name} calls {target}, whose effects cannot be scheduled")
         with graph.inserting_before(node):
             call = graph.call_function(target, tuple(args), dict(node.kwargs))
