@@ -201,6 +201,10 @@ def test_what_is_compiled_after_the_capture_is_noticed() -> None:
     with pytest.warns(RematWarning, match="Inner was compiled"):
         call(x).backward()
     assert calls == ["compile", "run"]
+    runs = sum(call.runs)
+    net.inner._compiled_call_impl = None
+    call(x).backward()
+    assert calls == ["compile", "run"] and sum(call.runs) == runs + 3  # still in parts, of which it is one
 
 
 def test_attributes_of_a_compiled_module_are_read_in_the_graph() -> None:

@@ -35,12 +35,7 @@ Told = Callable[[Any], None]
 
 
 def is_compiled(function: Any) -> bool:
-    """Whether a module, a function or a method was compiled with ``torch.compile``."""
-    if isinstance(function, torch.nn.Module):
-        own = vars(function).get("forward", getattr(type(function), "forward", None))
-        return (
-            isinstance(function, OptimizedModule) or vars(function).get(COMPILED_CALL) is not None or is_compiled(own)
-        )
+    """Whether a function or a method was compiled with ``torch.compile``."""
     attributes = getattr(getattr(function, "__func__", function), "__dict__", {})
     return INLINED in attributes and ORIGINAL in attributes
 
@@ -48,7 +43,7 @@ def is_compiled(function: Any) -> bool:
 @contextlib.contextmanager
 def compiled_stays(told: Told) -> Iterator[None]:
     """While Dynamo traces: calls of what was compiled are left to Python. ``told`` is given each such module and function."""
-    hidden: dict[types.FunctionType, Any] = {}
+    hidden: dict[int, tuple[types.FunctionType, Any]] = {}
     kinds: set[type] = set()
 
     def hide(value: Any) -> None:
@@ -58,7 +53,7 @@ def compiled_stays(told: Told) -> Iterator[None]:
         for function in [getattr(value, "__func__", value), *methods]:
             if isinstance(function, types.FunctionType) and is_compiled(function):
                 attributes = vars(function)
-                hidden[function] = attributes.pop(INLINED)
+                hidden[id(function)] = function, attributes.pop(INLINED)
                 attributes[DISABLED] = True
 
     def build(builder: Any, value: Any) -> Any:
@@ -70,17 +65,17 @@ def compiled_stays(told: Told) -> Iterator[None]:
     def call_module(variable: Any, translator: Any, args: Any, kwargs: Any) -> Any:
         if vars(variable.value).get(COMPILED_CALL) is not None:
             leave(told, variable.value)
-        if variable.source is not None:
+        elif variable.source is not None and COMPILED_CALL not in vars(variable.value):
             absent(variable.source, COMPILED_CALL)
         return own_call_module(variable, translator, args, kwargs)
 
     def call_skipped(variable: Any, translator: Any, args: Any, kwargs: Any) -> Any:
-        if variable.value in hidden:
+        if id(variable.value) in hidden:
             leave(told, variable.value)
         return own_call_skipped(variable, translator, args, kwargs)
 
     def call_function(variable: Any, translator: Any, args: Any, kwargs: Any) -> Any:
-        if variable.fn in hidden:
+        if id(variable.fn) in hidden:
             leave(told, variable.fn)
         return own_call_function(variable, translator, args, kwargs)
 
@@ -97,7 +92,7 @@ def compiled_stays(told: Told) -> Iterator[None]:
         UnspecializedNNModuleVariable.call_function = own_call_module  # type: ignore[method-assign]
         SkipFunctionVariable.call_function = own_call_skipped  # type: ignore[method-assign]
         UserFunctionVariable.call_function = own_call_function  # type: ignore[method-assign]
-        for function, inline in hidden.items():
+        for function, inline in hidden.values():
             vars(function)[INLINED] = inline
             del vars(function)[DISABLED]
 
