@@ -13,11 +13,17 @@ import torch
 import torch.fx
 
 from lightning_remat.capture import _ops
-from lightning_remat.capture._torch import OpOverload
+from lightning_remat.capture._torch import (
+    FUNCTIONALIZED,
+    PRINT,
+    WITH_EFFECTS,
+    OpOverload,
+    assert_async,
+    runs_in_forward,
+)
 from lightning_remat.errors import CaptureError
 
 aten = torch.ops.aten
-higher_order = torch.ops.higher_order
 Node = torch.fx.Node
 
 _CHECKS = {
@@ -27,13 +33,6 @@ _CHECKS = {
     aten._functional_sym_constrain_range_for_size.default,
 }
 """What they return says only that they have run."""
-
-_FUNCTIONALIZED = {
-    getattr(higher_order, name)
-    for name in ("auto_functionalized", "auto_functionalized_v2")
-    if hasattr(higher_order, name)
-}
-"""An operator that overwrites its arguments, called on copies, which are returned."""
 
 NO_MESSAGE = "assertion error"
 """What Dynamo writes where an ``assert`` has no message."""
@@ -54,16 +53,17 @@ def _(condition: torch.Tensor, message: str) -> None:
 def acts(node: Node) -> bool:
     """Whether an op is there for what it does: it is called with what the step gives to it, and at no other time."""
     target: Any = node.target
-    if node.meta.get("remat_acts") or target in _FUNCTIONALIZED:
+    if node.meta.get("remat_acts") or target in FUNCTIONALIZED:
         return True
     return isinstance(target, OpOverload) and (not target._schema.returns or target in _CHECKS)
 
 
 def tells(node: Node) -> bool:
     """Whether somebody may see how often an op has run. (A check that has not failed fails no other time.)"""
-    target: Any = node.target
+    tied = node.target is WITH_EFFECTS
+    target: Any = node.args[1] if tied else node.target
     known = isinstance(target, OpOverload) and target.namespace in ("aten", "lightning_remat")
-    return not known and (acts(node) or target is getattr(higher_order, "with_effects", None))
+    return not known and (tied or acts(node))
 
 
 def has_effects(node: Node) -> bool:
@@ -75,13 +75,13 @@ def stays(target: Any) -> bool:
     """Whether an op may have an effect, and runs whoever reads what it returns: operators of the user's own are such."""
     if isinstance(target, OpOverload):
         return not target._schema.returns or target in _CHECKS or not _ops.repeats(target)
-    return target in _FUNCTIONALIZED
+    return target in FUNCTIONALIZED
 
 
 def run_in_backward(graph: torch.fx.Graph) -> set[Node]:
     """What eager mode runs in the backward, where AOTAutograd has noted what it runs in the forward; else nothing."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    later = {node for node in calls if node.meta.get("partitioner_tag") not in ("is_forward", "must_be_in_forward")}
+    later = {node for node in calls if not runs_in_forward(node)}
     return later if len(later) < len(calls) else set()
 
 
@@ -92,7 +92,7 @@ def name_assertions(module: torch.fx.GraphModule) -> None:
         module: what Dynamo has captured; it is changed in place.
     """
     for one in [part for part in module.modules() if isinstance(part, torch.fx.GraphModule)]:
-        found = one.graph.find_nodes(op="call_function", target=torch._assert_async)
+        found = one.graph.find_nodes(op="call_function", target=assert_async)
         for node in found:
             node.target = torch.ops.lightning_remat.assertion.default
         if found:
@@ -107,10 +107,10 @@ def call_directly(graph: torch.fx.Graph) -> None:
     Raises:
         CaptureError: for an effect that is no operator's.
     """
-    for node in graph.find_nodes(op="call_function", target=getattr(higher_order, "with_effects", None)):
+    for node in graph.find_nodes(op="call_function", target=WITH_EFFECTS):
         given: Any = node.args
         token, target, args = given[0], given[1], given[2:]
-        known = isinstance(target, OpOverload) or target is getattr(higher_order, "print", None)
+        known = isinstance(target, OpOverload) or target is PRINT
         if not known:
             raise CaptureError(f"{node.name} calls {target}, whose effects cannot be scheduled")
         with graph.inserting_before(node):

@@ -13,6 +13,8 @@ What is used and why:
 * ``_AutoDispatchBelowAutograd``: oneDNN's LSTM asks whether gradients are enabled (see `_lstm_layer`).
 * ``_inductor.config.fallback_random``: without it, AOTAutograd drops random ops whose result nobody reads; eager draws them.
   ``fx.Node.is_impure``: what else it drops (see ``_effects``).
+* ``_assert_async``, ``with_effects``, ``auto_functionalized`` and ``print``: the forms that effects have in a traced graph, and
+  ``partitioner_tag``, AOTAutograd's note on each node, by which those of the backward are known.
 * ``TorchInGraphFunctionVariable._get_handlers``: Dynamo's own decomposition of ``addcdiv`` (see `whole_ops` for AOTAutograd's),
   and its answers to code that asks whether it is compiled, or for the values of a mask (see `_masks`; ``TensorVariable``
   is where it calls a tensor's methods).
@@ -118,8 +120,11 @@ from lightning_remat.capture._regions import inline_regions
 __all__ = [
     "COMPILED_CALL",
     "DISABLED",
+    "FUNCTIONALIZED",
     "INLINED",
     "ORIGINAL",
+    "PRINT",
+    "WITH_EFFECTS",
     "AttrSource",
     "BaseListVariable",
     "BuiltinVariable",
@@ -143,6 +148,7 @@ __all__ = [
     "accumulates_into",
     "allocator_settings",
     "aot_backend",
+    "assert_async",
     "boxed",
     "calls_cudnn",
     "capture_failures",
@@ -179,6 +185,7 @@ __all__ = [
     "run_below_autograd",
     "run_on_cpu",
     "running",
+    "runs_in_forward",
     "set_allocator_settings",
     "sizes_from_floats",
     "spaced_results",
@@ -189,6 +196,17 @@ __all__ = [
     "varying",
     "whole_ops",
 ]
+
+assert_async = torch._assert_async
+
+WITH_EFFECTS, PRINT, *_others = (
+    getattr(torch.ops.higher_order, name, None)
+    for name in ("with_effects", "print", "auto_functionalized", "auto_functionalized_v2")
+)
+"""An op that is called between tokens, and one that prints (since torch 2.12)."""
+
+FUNCTIONALIZED = tuple(op for op in _others if op is not None)
+"""An operator that overwrites its arguments, called on copies, which are returned."""
 
 INLINED, ORIGINAL = "_torchdynamo_inline", "_torchdynamo_orig_callable"
 """Attributes of a function that ``torch.compile`` has made: what Dynamo traces in its place, and what was compiled."""
@@ -1111,6 +1129,11 @@ _KEPT = "_lightning_remat_kept"
 _saved_tensors = vars(torch._C._FunctionBase)["saved_tensors"].__get__
 
 
+def runs_in_forward(node: torch.fx.Node) -> bool:
+    """Whether AOTAutograd has noted that a node of its joint graph comes from the forward."""
+    return node.meta.get("partitioner_tag") in ("is_forward", "must_be_in_forward")
+
+
 def output_of_tangent(node: torch.fx.Node) -> int | None:
     """The position among a captured function's outputs of the one whose gradient a tangent is; ``None`` for others."""
     output = getattr(node.meta.get("desc"), "output", None)
@@ -1198,7 +1221,7 @@ def _as_in_eager_mode() -> Iterator[None]:
         handlers[question] = functools.partial(_answer, before[question])
     for layers in _RECURRENT:
         handlers[layers] = _recurrent
-    handlers[torch._assert_async] = _asserted
+    handlers[assert_async] = _asserted
     handlers[torch._assert] = functools.partial(_asserted_at_once, before[torch._assert])
     try:
         yield
