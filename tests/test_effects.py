@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from lightning_remat import RematWarning, rematerialize
+from lightning_remat.callbacks import RematCallback
 from lightning_remat.graph import Phase
 from lightning_remat.planner import _step
 from tests.helpers.asserting import asserted, asserted_without_words
+from tests.helpers.training import Classifier, assert_same, fit, loader
 
 seen: list[tuple[Any, ...]] = []
 """What operators were called with, in order, and where."""
@@ -366,3 +368,23 @@ def test_in_a_checkpoint_they_run_twice_as_in_eager_mode() -> None:
     with pytest.warns(RematWarning, match=r"tell.*inside of torch.utils.checkpoint"):
         call(torch.randn(64, 32)).backward()
     assert [where for _, where, _ in seen] == ["forward", "backward"]
+
+
+class Lit(Classifier):
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        x = Look.apply(self.net(x))
+        tell(x, "logits")
+        asserted(x.isfinite().all())
+        return nn.functional.cross_entropy(x, y)
+
+
+def test_in_a_lightning_run() -> None:
+    runs = []
+    for callbacks in ([], [RematCallback(budget="min", solver="greedy", measure=False)]):
+        seen.clear()
+        run = fit(Lit, *callbacks, train=lambda: loader(16), accumulate_grad_batches=2)
+        runs.append((run.results, list(seen)))
+    assert_same(runs[0], runs[1])
+    assert len(seen) == 8
+    assert callbacks[0].plan.rematerializes and callbacks[0].runs == (2,) and not callbacks[0].failures
