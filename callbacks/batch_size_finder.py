@@ -25,7 +25,7 @@ from lightning_remat.callbacks.training_data import TrainingData
 from lightning_remat.callbacks.training_step import TrainingStep
 from lightning_remat.errors import ConfigError, GraphError, InfeasibleBudgetError
 from lightning_remat.measure import held_bytes, track_peak
-from lightning_remat.planner import AtHand, BatchSizes, Plan, RematConfig, RematWarning
+from lightning_remat.planner import AtHand, BatchSizes, Plan, RematConfig, RematWarning, is_compiled
 from lightning_remat.report import format_bytes
 
 log = logging.getLogger(__name__)
@@ -163,10 +163,10 @@ class RematBatchSizeFinder(Callback):
                 "RematBatchSizeFinder tries training steps, and with manual optimization these change parameters: set the "
                 "batch size by hand, or use automatic optimization"
             )
-        if getattr(pl_module, "_compiler_ctx", None) is not None:
+        if is_compiled(pl_module.training_step):
             raise ConfigError(
-                "the module given to fit() was compiled with torch.compile, and its step cannot be planned: give the plain "
-                "module, or set the batch size by hand"
+                "the training step was compiled with torch.compile, and cannot be planned: give fit() the plain module, or set "
+                "the batch size by hand"
             )
         if self.keep_effective_batch_size and any(
             isinstance(one, GradientAccumulationScheduler)

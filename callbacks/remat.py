@@ -36,7 +36,7 @@ from lightning_remat.callbacks.training_step import TrainingStep
 from lightning_remat.errors import ConfigError
 from lightning_remat.exactness import CheckReport
 from lightning_remat.measure import PeakMemory, track_peak
-from lightning_remat.planner import AtHand, Plan, RematWarning, ScheduledStep
+from lightning_remat.planner import AtHand, Plan, RematWarning, ScheduledStep, is_compiled
 
 DDP_SETTLES = 2
 """Steps after which DDP has made its buckets anew, in the order in which gradients come: not steps like the others."""
@@ -249,10 +249,10 @@ class RematCallback(Callback):
                 category=RematWarning,
             )
             return None
-        if getattr(module, "_compiler_ctx", None) is not None:
+        if is_compiled(module.training_step):
             rank_zero_warn(
-                "the module given to fit() was compiled with torch.compile: it trains as your compiler has made it, without "
-                "rematerialization; give the plain module to have its step planned",
+                "the training step was compiled with torch.compile: it runs as your compiler has made it, without "
+                "rematerialization; give fit() the plain module to have its step planned",
                 category=RematWarning,
             )
             return None

@@ -262,22 +262,28 @@ def test_in_a_lightning_run(make: type[Lit]) -> None:
     assert remat.plans and len(remat.failures) == 1
 
 
-def test_a_compiled_lightning_module_trains_as_it_is() -> None:
+class LitCompiledStep(Lit):
+    training_step = torch.compile(Lit.training_step, backend=recording)
+
+
+@pytest.mark.parametrize("make", [Lit, LitCompiledStep])
+def test_a_compiled_lightning_module_trains_as_it_is(make: type[Lit]) -> None:
     runs = []
     for callbacks in ([], [RematCallback(budget="min")]):
         torch._dynamo.reset()
         torch.manual_seed(0)
         calls.clear()
-        lit = Lit()
+        lit = make()
+        module = torch.compile(lit, backend=recording) if make is Lit else lit
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            trainer(*callbacks).fit(torch.compile(lit, backend=recording), loader(16))
+            trainer(*callbacks).fit(module, loader(16))
         runs.append(
             (lit.state_dict(), list(calls), [str(one.message) for one in caught if one.category is RematWarning])
         )
     assert_same(runs[0][0], runs[1][0])
     assert runs[0][1] == runs[1][1] and "run" in runs[0][1]
-    assert not runs[0][2] and len(runs[1][2]) == 1 and "give the plain module" in runs[1][2][0]
+    assert not runs[0][2] and len(runs[1][2]) == 1 and "the plain module" in runs[1][2][0]
 
 
 def test_no_batch_size_is_looked_for_with_one() -> None:

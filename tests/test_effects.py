@@ -168,7 +168,7 @@ def in_the_backward(net: Net, x: torch.Tensor) -> torch.Tensor:
 
 def asserting(net: Net, x: torch.Tensor) -> None:
     torch._assert_async(x.isfinite().all())
-    torch._assert_async(x.isfinite().all(), "finite")
+    torch._assert_async(x.isfinite().all(), assert_msg="finite")
     torch._assert(x.isfinite().all(), "finite")
     asserted(x.isfinite().all())
     asserted_without_words(x.isfinite().all())
@@ -388,3 +388,40 @@ def test_in_a_lightning_run() -> None:
     assert_same(runs[0], runs[1])
     assert len(seen) == 8
     assert callbacks[0].plan.rematerializes and callbacks[0].runs == (2,) and not callbacks[0].failures
+
+
+@torch.library.custom_op("remat_effects::number", mutates_args=())
+def number(x: torch.Tensor) -> int:
+    note("number", x)
+    return int(x[0, 0] > 0) + 1
+
+
+number.register_fake(lambda x: 1)
+
+
+@torch.library.custom_op("remat_effects::scaled", mutates_args=())
+def scaled(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+scaled.register_fake(torch.empty_like)
+scaled.register_autograd(lambda ctx, gradient: gradient * number(gradient))
+
+
+def test_a_number_that_the_backward_asks_for_is_not_taken_for_a_constant() -> None:
+    def step(x: torch.Tensor, sign: int) -> torch.Tensor:
+        return scaled(x.sin()).sum() * sign
+
+    call = rematerialize(step, budget="min", cost_model="unit")
+    found = []
+    for one in (step, call):
+        seen.clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for sign in (-1, 1):
+                x = torch.ones(4, 4, requires_grad=True)
+                one(x, sign).backward()
+                found.append(x.grad)
+        found.append(list(seen))
+    assert_same(found[:3], found[3:])
+    assert [one for one in caught if "which returns a number" in str(one.message)]

@@ -2,6 +2,7 @@
 
 from lightning_remat.capture._autocast import Autocast
 from lightning_remat.capture._call import OpCall, Source, TensorSpec, same_device
+from lightning_remat.capture._compiled import is_compiled
 from lightning_remat.capture._effects import name_assertions, stays
 from lightning_remat.capture._joint import CapturedGraph, from_joint
 from lightning_remat.capture._ops import PARTS
@@ -14,6 +15,7 @@ __all__ = [
     "Source",
     "TensorSpec",
     "from_joint",
+    "is_compiled",
     "name_assertions",
     "same_device",
     "stays",

@@ -34,6 +34,8 @@ _CHECKS = {
 }
 """What they return says only that they have run."""
 
+_NUMBERS = {"int", "float", "bool", "number"}
+
 NO_MESSAGE = "assertion error"
 """What Dynamo writes where an ``assert`` has no message."""
 
@@ -69,6 +71,13 @@ def tells(node: Node) -> bool:
 def has_effects(node: Node) -> bool:
     """Whether an op has an effect, or may have one: it runs once, in its place among those that do so or draw numbers."""
     return node.op == "call_function" and (bool(node.meta.get("remat_acts")) or stays(node.target))
+
+
+def returns_numbers(node: Node) -> bool:
+    """Whether an op that may act returns a number: traced, it is a constant, whatever it will be when the step runs."""
+    if not has_effects(node) or not isinstance(node.target, OpOverload):
+        return False
+    return any(str(result.type).removeprefix("Sym").lower() in _NUMBERS for result in node.target._schema.returns)
 
 
 def stays(target: Any) -> bool:

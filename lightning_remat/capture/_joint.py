@@ -752,6 +752,10 @@ class _Reader:
         target = node.target
         if isinstance(target, HigherOrderOperator) and not _effects.has_effects(node):
             raise CaptureError(f"{node.name} is the higher-order operator {target}, which cannot be scheduled")
+        if _effects.returns_numbers(node):
+            raise CaptureError(
+                f"{node.name} calls {target}, which returns a number: it is not known before that has run"
+            )
         if _ops.mutates(target):
             raise CaptureError(f"{node.name} calls {target}, which overwrites its inputs")
         read = list(dict.fromkeys(self.node_tensor[n] for n in node.all_input_nodes if n in self.node_tensor))

@@ -1263,11 +1263,12 @@ def _recurrent(asked: Any, _translator: Any, x: Any, *_others: Any, **_named: An
         )
 
 
-def _asserted(_function: Any, translator: Any, *args: Any) -> Any:
+def _asserted(_function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
     """A call of ``torch._assert_async``; an ``assert`` is traced to the function itself (see ``_effects.name_assertions``)."""
+    given = [*args, *(kwargs[name] for name in ("input", "assert_msg") if name in kwargs)]
     packet = torch.ops.aten._assert_async
-    op = VariableTracker.build(translator, packet.msg if len(args) > 1 else packet.default)
-    return op.call_function(translator, list(args), {})
+    op = VariableTracker.build(translator, packet.msg if len(given) > 1 else packet.default)
+    return op.call_function(translator, given, {})
 
 
 def _asserted_at_once(own: Callable[..., Any], function: Any, translator: Any, condition: Any, message: Any) -> Any:
