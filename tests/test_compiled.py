@@ -147,10 +147,10 @@ def made(change: Callable[[Net], None]) -> Net:
     [
         (module, "Inner", 2),
         (in_place, "Inner", 2),
-        (forward, "Inner.forward", 2),
+        pytest.param(forward, "Inner.forward", 2, marks=pytest.mark.slow),
         (forward_of_the_class, "Inner.forward", 2),
         (function, "noisy", 2),
-        (method, "Net.method", 2),
+        pytest.param(method, "Net.method", 2, marks=pytest.mark.slow),
         (regions, "Inner", 3),
         (whole, "Net", 0),
     ],
@@ -248,7 +248,7 @@ class LitCompiledModule(Lit):
         self.inner = torch.compile(self.inner, backend=recording)
 
 
-@pytest.mark.parametrize("make", [LitCompiled, LitCompiledModule])
+@pytest.mark.parametrize("make", [LitCompiled, pytest.param(LitCompiledModule, marks=pytest.mark.slow)])
 def test_in_a_lightning_run(make: type[Lit]) -> None:
     plain = fit(make, train=lambda: loader(16))
     asked = list(calls)
