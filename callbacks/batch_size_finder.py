@@ -25,7 +25,7 @@ from lightning_remat.callbacks.training_data import TrainingData
 from lightning_remat.callbacks.training_step import TrainingStep
 from lightning_remat.errors import ConfigError, GraphError, InfeasibleBudgetError
 from lightning_remat.measure import held_bytes, track_peak
-from lightning_remat.planner import AtHand, BatchSizes, Plan, RematConfig, RematWarning
+from lightning_remat.planner import AtHand, BatchSizes, Plan, RematConfig, RematWarning, is_compiled
 from lightning_remat.report import format_bytes
 
 log = logging.getLogger(__name__)
@@ -162,6 +162,11 @@ class RematBatchSizeFinder(Callback):
             raise ConfigError(
                 "RematBatchSizeFinder tries training steps, and with manual optimization these change parameters: set the "
                 "batch size by hand, or use automatic optimization"
+            )
+        if is_compiled(pl_module.training_step):
+            raise ConfigError(
+                "the training step was compiled with torch.compile, and cannot be planned: give fit() the plain module, or set "
+                "the batch size by hand"
             )
         if self.keep_effective_batch_size and any(
             isinstance(one, GradientAccumulationScheduler)

@@ -36,7 +36,7 @@ from lightning_remat.callbacks.training_step import TrainingStep
 from lightning_remat.errors import ConfigError
 from lightning_remat.exactness import CheckReport
 from lightning_remat.measure import PeakMemory, track_peak
-from lightning_remat.planner import AtHand, Plan, RematWarning, ScheduledStep
+from lightning_remat.planner import AtHand, Plan, RematWarning, ScheduledStep, is_compiled
 
 DDP_SETTLES = 2
 """Steps after which DDP has made its buckets anew, in the order in which gradients come: not steps like the others."""
@@ -87,8 +87,7 @@ class RematCallback(Callback):
         at_hand: schedules that `RematBatchSizeFinder` met in this fit; no plan that they fit is dearer.
 
     Raises:
-        ConfigError: for an option that cannot be used, or (in ``setup``) for a strategy or a compiled module that is not
-            supported.
+        ConfigError: for an option that cannot be used, or (in ``setup``) for a strategy that is not supported.
         BudgetError: for a budget that cannot be understood, or is over what the device has.
         InfeasibleBudgetError: on the first batch, when no schedule fits; it names the smallest feasible budget.
 
@@ -204,11 +203,6 @@ class RematCallback(Callback):
         device = strategy.root_device
         if device.type not in ("cpu", "cuda"):
             raise ConfigError(f"RematCallback supports CPU and CUDA devices, not {device.type!r}")
-        if getattr(pl_module, "_compiler_ctx", None) is not None:
-            raise ConfigError(
-                "the module given to fit() was compiled with torch.compile, whose graph cannot be scheduled: give the "
-                "plain module, RematCallback captures it itself"
-            )
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -252,6 +246,13 @@ class RematCallback(Callback):
             rank_zero_warn(
                 "training_step takes a dataloader_iter: the step is not one function of a batch, and runs as before, "
                 "without rematerialization",
+                category=RematWarning,
+            )
+            return None
+        if is_compiled(module.training_step):
+            rank_zero_warn(
+                "the training step was compiled with torch.compile: it runs as your compiler has made it, without "
+                "rematerialization; give fit() the plain module to have its step planned",
                 category=RematWarning,
             )
             return None

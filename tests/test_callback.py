@@ -474,13 +474,6 @@ def test_keyboard_interrupt_undoes_everything():
     assert remat.plans
 
 
-# Torch's own import of its compiler.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-def test_a_user_compiled_module_is_refused():
-    with pytest.raises(ConfigError, match="compiled with torch.compile"):
-        trainer(callback()).fit(torch.compile(Classifier()), loader(16))
-
-
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [

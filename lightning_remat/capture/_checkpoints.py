@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.fx
 
-from lightning_remat.capture import _ops
+from lightning_remat.capture import _effects, _ops
 from lightning_remat.errors import CaptureError
 
 aten = torch.ops.aten
@@ -31,8 +31,8 @@ def refuse_other_second_evaluations(graph: torch.fx.Graph, draws_anew: bool) -> 
         draws_anew: whether there are checkpoints with ``preserve_rng_state=False``.
 
     Raises:
-        CaptureError: for batch norm, whose running statistics move with each evaluation, and for random numbers that are drawn
-            anew.
+        CaptureError: for batch norm, whose running statistics move with each evaluation, for random numbers that are drawn
+            anew, and for what is called for its effect, checks excepted.
     """
     for node in graph.nodes:
         if node.op != "call_function" or "RECOMPUTE" not in getattr(node.meta.get("recompute"), "name", ""):
@@ -41,6 +41,11 @@ def refuse_other_second_evaluations(graph: torch.fx.Graph, draws_anew: bool) -> 
             raise CaptureError(
                 f"{node.name} is a batch norm inside of torch.utils.checkpoint, where eager mode moves its running statistics "
                 "twice a step; take it out of the checkpoint, or the checkpoint away (what is evaluated again is planned)"
+            )
+        if _effects.tells(node):
+            raise CaptureError(
+                f"{node.name} is called inside of torch.utils.checkpoint for what it does, twice a step in eager mode; take it "
+                "out of the checkpoint, or the checkpoint away (what is evaluated again is planned)"
             )
         if draws_anew and _ops.is_random(node.target):
             raise CaptureError(

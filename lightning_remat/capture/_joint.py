@@ -13,7 +13,7 @@ import torch
 import torch.fx
 
 from lightning_remat._blocks import block_bytes
-from lightning_remat.capture import _ops, _overwriting, _unread
+from lightning_remat.capture import _effects, _ops, _overwriting, _unread
 from lightning_remat.capture._autocast import NO_AUTOCAST, Autocast, share_casts
 from lightning_remat.capture._call import OpCall, Source, TensorSpec, same_device
 from lightning_remat.capture._sizes import Sizes, Symbol, size_node, symbols_among, symbols_of, unlike_any
@@ -208,6 +208,7 @@ def from_joint(
     Raises:
         CaptureError: for a graph that holds something that cannot be scheduled, such as an op that overwrites its inputs.
     """
+    _effects.call_directly(module.graph)
     _drop_detach(module.graph)
     share_casts(module.graph, num_fwd_outputs, autocast)
     _sizes_from_symbols(module.graph)
@@ -693,12 +694,15 @@ class _Reader:
         """Nodes in the order in which an unscheduled step runs them.
 
         The joint graph lists forward-side ops that only the backward needs (views, transposes) early. Forward are the ops
-        that a forward output needs, and those that draw random numbers before the backward begins; the backward is driven
-        by the ops that depend on a tangent, and all the others come right before the first one that needs them.
+        that a forward output needs, and those that draw random numbers or have effects before the backward begins; the
+        backward is driven by the ops that depend on a tangent and those that draw or have effects there, and all the others
+        come right before the first one that needs them.
         """
         needed: set[Node] = set()
         stack = [n for n in (*self.forward_outputs, *self.backward_outputs) if isinstance(n, Node)]
-        stack += [n for n in self.module.graph.nodes if n.op == "call_function" and _ops.is_random(n.target)]
+        in_order = [n for n in self.module.graph.nodes if _keeps_its_place(n)]
+        stack += in_order
+        later = _effects.run_in_backward(self.module.graph)
         forward_needs: set[Node] = set()
         depends: set[Node] = set(self.tangents)
         for node in self.module.graph.nodes:
@@ -710,7 +714,7 @@ class _Reader:
                 needed.add(node)
                 stack.extend(node.all_input_nodes)
         stack = [n for n in self.forward_outputs if isinstance(n, Node)]
-        stack += [n for n in needed if n.op == "call_function" and _ops.is_random(n.target) and n not in depends]
+        stack += [n for n in in_order if n not in depends and n not in later]
         while stack:
             node = stack.pop()
             if node not in forward_needs:
@@ -725,7 +729,7 @@ class _Reader:
         order = [(n, Phase.LOSS if i > last_module else Phase.FORWARD) for i, n in enumerate(forward)]
         placed = set(forward)
         for driver in body:
-            if driver not in depends:
+            if driver not in depends and not _keeps_its_place(driver):
                 continue
             stack = [driver]
             while stack:
@@ -750,8 +754,12 @@ class _Reader:
 
     def _op(self, node: Node, phase: Phase) -> tuple[Op, OpCall | None]:
         target = node.target
-        if isinstance(target, HigherOrderOperator):
+        if isinstance(target, HigherOrderOperator) and not _effects.has_effects(node):
             raise CaptureError(f"{node.name} is the higher-order operator {target}, which cannot be scheduled")
+        if _effects.returns_numbers(node):
+            raise CaptureError(
+                f"{node.name} calls {target}, which returns a number: it is not known before that has run"
+            )
         if _ops.mutates(target):
             raise CaptureError(f"{node.name} calls {target}, which overwrites its inputs")
         read = list(dict.fromkeys(self.node_tensor[n] for n in node.all_input_nodes if n in self.node_tensor))
@@ -774,11 +782,11 @@ class _Reader:
                     outputs.append(self.tensor(getter, item, name, on=lies, role=TensorRole.INTERMEDIATE))
             for user in duplicates:
                 self.node_tensor[user] = self.node_tensor[items[user.args[1]]]
-        random = _ops.is_random(target)
+        random = _keeps_its_place(node)
         made = sum(self.storages_anywhere[s] for s in {self.tensor_list[t].storage for t in outputs})
         # To draw again takes the generator's state from the first time: not worth it for a small result.
         not_worth_it = random and made < WORTH_DRAWING_AGAIN
-        once = node.meta.get("remat_once") or not_worth_it or not _ops.repeats(target) or _gives_read_statistics(node)
+        once = node.meta.get("remat_once") or not_worth_it or _effects.has_effects(node) or _gives_read_statistics(node)
         op = Op(
             name=node.name,
             target=target_name(target),
@@ -790,7 +798,7 @@ class _Reader:
             overwritable=self._overwritable(node, outputs),
             module=module_path(node),
         )
-        free = on is not None or not outputs or node.meta.get("remat_handed_over")
+        free = on is not None or not outputs or node.meta.get("remat_handed_over") or _effects.acts(node)
         return op, None if free else self._call(node)
 
     def _storage_of(self, node: Node) -> int:
@@ -875,13 +883,17 @@ class _Reader:
 
 
 def _computes(node: Node) -> bool:
-    """Whether a node is an op of the schedule: it makes tensors.
+    """Whether a node is an op of the schedule: it makes tensors, or has an effect.
 
     Sizes, items of tuples and tensors without memory are made where they are used.
     """
-    return node.target not in (operator.getitem, _unread.stand_in) and isinstance(
-        node.meta.get("val"), (torch.Tensor, tuple, list)
-    )
+    made = isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)) or _effects.has_effects(node)
+    return made and node.target not in (operator.getitem, _unread.stand_in)
+
+
+def _keeps_its_place(node: Node) -> bool:
+    """Whether an op runs among its like in the captured order: it draws random numbers, or may have an effect."""
+    return node.op == "call_function" and (_ops.is_random(node.target) or _effects.has_effects(node))
 
 
 def _producer(node: Node) -> Node:

@@ -12,12 +12,17 @@ What is used and why:
 * ``FunctionalTensorMode.__torch_dispatch__``: where an op in place is about to become one that is not (see `spaced_results`).
 * ``_AutoDispatchBelowAutograd``: oneDNN's LSTM asks whether gradients are enabled (see `_lstm_layer`).
 * ``_inductor.config.fallback_random``: without it, AOTAutograd drops random ops whose result nobody reads; eager draws them.
+  ``fx.Node.is_impure``: what else it drops (see ``_effects``).
+* ``_assert_async``, ``with_effects``, ``auto_functionalized`` and ``print``: the forms that effects have in a traced graph, and
+  ``partitioner_tag``, AOTAutograd's note on each node, by which those of the backward are known.
 * ``TorchInGraphFunctionVariable._get_handlers``: Dynamo's own decomposition of ``addcdiv`` (see `whole_ops` for AOTAutograd's),
   and its answers to code that asks whether it is compiled, or for the values of a mask (see `_masks`; ``TensorVariable``
   is where it calls a tensor's methods).
 * ``_dynamo.exc.unimplemented``, ``_dynamo.config.allow_rnn``: recurrent layers are traced where that gives eager's bits, and
   left alone where it does not (`_recurrent`).
 * Dynamo's sources and guards: what such an answer rests on is asked again in every step.
+* ``OptimizedModule``, what ``torch.compile`` writes on functions and modules, and what Dynamo makes of these: what the user has
+  compiled is left alone (see ``_compiled``).
 * ``distributed_c10d._get_default_store``: where processes that train together leave notes for each other.
 * ``TorchDispatchMode`` and an op's kernel for one device: a kernel's result on memory that is given to it; and what eager mode
   runs, op by op, with the number of each in autograd's graph: by it an op of a backward is known to be that of a forward.
@@ -68,18 +73,20 @@ from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, unimplemented
-from torch._dynamo.guards import install_guard
-from torch._dynamo.source import ConstantSource, TensorProperty, TensorPropertySource
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource, ConstantSource, TensorProperty, TensorPropertySource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase, TensorifyState
 from torch._dynamo.symbolic_convert import compare_op_handlers as compare_handlers
 from torch._dynamo.utils import counters as dynamo_counters
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import TrackedFake, VariableBuilder  # type: ignore[attr-defined]
 from torch._dynamo.variables.builtin import BuiltinVariable
-from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.misc import GetAttrVariable, NumpyVariable, StringFormatVariable
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._functorch import config as functorch_config
@@ -114,6 +121,14 @@ from lightning_remat.capture._layouts import real_layout, with_narrow_gaps
 from lightning_remat.capture._regions import inline_regions
 
 __all__ = [
+    "COMPILED_CALL",
+    "DISABLED",
+    "FUNCTIONALIZED",
+    "INLINED",
+    "ORIGINAL",
+    "PRINT",
+    "WITH_EFFECTS",
+    "AttrSource",
     "BaseListVariable",
     "BuiltinVariable",
     "FakeTensor",
@@ -122,15 +137,21 @@ __all__ = [
     "Modules",
     "NumpyVariable",
     "OpOverload",
+    "OptimizedModule",
+    "SkipFunctionVariable",
     "Source",
     "TensorVariable",
     "TorchInGraphFunctionVariable",
+    "UnspecializedNNModuleVariable",
     "UserFunctionVariable",
+    "VariableBuilder",
     "VariableTracker",
     "VaryingFloats",
+    "absent",
     "accumulates_into",
     "allocator_settings",
     "aot_backend",
+    "assert_async",
     "boxed",
     "calls_cudnn",
     "capture_failures",
@@ -166,6 +187,7 @@ __all__ = [
     "reconstruct_copy",
     "run_below_autograd",
     "run_on_cpu",
+    "runs_in_forward",
     "set_allocator_settings",
     "sizes_from_floats",
     "spaced_results",
@@ -173,10 +195,31 @@ __all__ = [
     "tensor_leaves",
     "tracing",
     "uncollected",
+    "unimplemented",
     "varying",
     "whole_ops",
     "with_fakes",
 ]
+
+assert_async = torch._assert_async
+
+WITH_EFFECTS, PRINT, *_others = (
+    getattr(torch.ops.higher_order, name, None)
+    for name in ("with_effects", "print", "auto_functionalized", "auto_functionalized_v2")
+)
+"""An op that is called between tokens, and one that prints (since torch 2.12)."""
+
+FUNCTIONALIZED = tuple(op for op in _others if op is not None)
+"""An operator that overwrites its arguments, called on copies, which are returned."""
+
+INLINED, ORIGINAL = "_torchdynamo_inline", "_torchdynamo_orig_callable"
+"""Attributes of a function that ``torch.compile`` has made: what Dynamo traces in its place, and what was compiled."""
+
+DISABLED = "_torchdynamo_disable"
+"""Attribute of a function that Dynamo is to leave alone."""
+
+COMPILED_CALL = "_compiled_call_impl"
+"""Attribute of a module: what ``module.compile()`` has made."""
 
 # Ops whose Python decompositions stay. The batch norms' kernels overwrite the running statistics without saying so, which
 # a functional graph cannot hold; `dropout` becomes `native_dropout`, which the capture knows how to split.
@@ -711,11 +754,13 @@ def aot_backend(
     example_inputs: Sequence[Any],
     partition: Partition,
     parts: Mapping[OpOverload, Callable[..., Any]],
-    symbolic: bool = False,
+    symbolic: bool,
+    stays: Callable[[Any], bool],
 ) -> tuple[Callable[..., Any], Exchange]:
     """Run AOTAutograd on a captured forward; ``partition`` turns the joint graph into forward and backward.
 
     The ops in ``parts`` are captured as the ops that they are made of. What runs can be exchanged for other versions of it.
+    Ops for which ``stays`` is true are there although nobody reads their results.
     """
     inline_regions(graph_module)
     exchange = Exchange()
@@ -757,12 +802,28 @@ def aot_backend(
         _floats_stay(),
         real_layouts(),
         spaced_results(),
+        _unread_ops_stay(stays),
         functorch_config.patch(settings),
         inductor_config.patch(fallback_random=True),
     ):
         compiled: Callable[..., Any] = backend(graph_module, example_inputs)
     TensorifyState.clear()  # what Dynamo began again for is captured
     return compiled, exchange
+
+
+@contextlib.contextmanager
+def _unread_ops_stay(stays: Callable[[Any], bool]) -> Iterator[None]:
+    """Ops for which this is true are not taken for dead code."""
+    own = torch.fx.Node.is_impure
+
+    def is_impure(node: torch.fx.Node, impure_random: bool = True) -> bool:
+        return own(node, impure_random) or (node.op == "call_function" and stays(node.target))
+
+    torch.fx.Node.is_impure = is_impure  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.fx.Node.is_impure = own  # type: ignore[method-assign]
 
 
 def compile_frame(
@@ -1172,6 +1233,11 @@ _KEPT = "_lightning_remat_kept"
 _saved_tensors = vars(torch._C._FunctionBase)["saved_tensors"].__get__
 
 
+def runs_in_forward(node: torch.fx.Node) -> bool:
+    """Whether AOTAutograd has noted that a node of its joint graph comes from the forward."""
+    return node.meta.get("partitioner_tag") in ("is_forward", "must_be_in_forward")
+
+
 def output_of_tangent(node: torch.fx.Node) -> int | None:
     """The position among a captured function's outputs of the one whose gradient a tangent is; ``None`` for others."""
     output = getattr(node.meta.get("desc"), "output", None)
@@ -1259,6 +1325,8 @@ def _as_in_eager_mode() -> Iterator[None]:
         handlers[question] = functools.partial(_answer, before[question])
     for layers in _RECURRENT:
         handlers[layers] = _recurrent
+    handlers[assert_async] = _asserted
+    handlers[torch._assert] = functools.partial(_asserted_at_once, before[torch._assert])
     try:
         yield
     finally:
@@ -1297,6 +1365,22 @@ def _recurrent(asked: Any, _translator: Any, x: Any, *_others: Any, **_named: An
             explanation="It is left alone: off the CPU, its dropout and its weights are cuDNN's own, which no graph holds.",
             hints=[],
         )
+
+
+def _asserted(_function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call of ``torch._assert_async``; an ``assert`` is traced to the function itself (see ``_effects.name_assertions``)."""
+    given = [*args, *(kwargs[name] for name in ("input", "assert_msg") if name in kwargs)]
+    packet = torch.ops.aten._assert_async
+    op = VariableTracker.build(translator, packet.msg if len(given) > 1 else packet.default)
+    return op.call_function(translator, given, {})
+
+
+def _asserted_at_once(own: Callable[..., Any], function: Any, translator: Any, condition: Any, message: Any) -> Any:
+    """A call of ``torch._assert``, which is an ``assert``."""
+    if not isinstance(condition, TensorVariable):
+        return own(function, translator, condition, message)
+    op = VariableTracker.build(translator, torch.ops.lightning_remat.assertion.default)
+    return op.call_function(translator, [condition, message], {})
 
 
 def _logging_calls() -> set[Any]:
@@ -1346,6 +1430,11 @@ def guard_on(source: Source, question: Callable[[torch.Tensor], bool], answer: b
         builder.get_guard_manager(guard).add_lambda_guard(check, [words], guard.user_stack)
 
     install_guard(source.make_guard(VALUE_MATCH))
+
+
+def absent(source: Source, name: str) -> None:
+    """While Dynamo traces: what is captured holds as long as the object given there has no such attribute of its own."""
+    install_guard(source.make_guard(functools.partial(GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=name)))
 
 
 def is_size(variable: Any) -> bool:

@@ -80,7 +80,8 @@ class Op:
         phase: see `Phase`.
         seconds: time of one evaluation.
         workspace_bytes: held during the evaluation only, beside inputs and outputs.
-        random: draws random numbers; its first evaluations keep the captured order, later ones replay its numbers.
+        random: draws random numbers, or may have an effect of another kind; first evaluations keep the captured order, later
+            ones replay the numbers.
         recomputable: may be evaluated more than once.
         mutates: tensor indices (among ``inputs``) whose storage is overwritten in place.
         overwritable: tensor indices (among ``inputs``) whose storage the first result may take when nothing needs them

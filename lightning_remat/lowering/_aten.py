@@ -241,9 +241,8 @@ class _Writer:
             return
         again = index in self.done
         self.done.add(index)
-        device = self._device(node)
         if index in self.replayed and not again:
-            state = self.graph.call_function(random_state, (device,))
+            state = self.graph.call_function(random_state, (self._device(node),))
             state.meta["val"] = self._state_value()
             self.values[("random_state", index)] = state
         updates = self._updates(op)
@@ -256,7 +255,7 @@ class _Writer:
         target: Callable[..., Any] = node.target  # type: ignore[assignment]
         norm = ops.training_batch_norm(target, node.args)
         if again and op.random:
-            args = (device, self.value(("random_state", index)), *args)
+            args = (self._device(node), self.value(("random_state", index)), *args)
             target = replaying(target)
         elif norm is not None and after_update:
             target = norm.again
@@ -270,6 +269,8 @@ class _Writer:
         made.meta = {key: value for key, value in node.meta.items() if key != "from_node"}
         if isinstance(node.meta.get("val"), torch.Tensor):
             self._bind(op.outputs[0], made)
+            return
+        if not op.outputs:
             return
         positions = [i for i, value in enumerate(node.meta["val"]) if isinstance(value, torch.Tensor)]
         for position, tensor in zip(positions, op.outputs, strict=True):

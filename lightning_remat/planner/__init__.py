@@ -1,5 +1,6 @@
 """Budget and graph to plan, and the captured step that runs it."""
 
+from lightning_remat.capture import is_compiled
 from lightning_remat.planner._agreement import Agreement
 from lightning_remat.planner._batch_size import BatchSizes
 from lightning_remat.planner._config import RematConfig
@@ -17,5 +18,6 @@ __all__ = [
     "RematWarning",
     "ScheduledStep",
     "Surroundings",
+    "is_compiled",
     "make_plan",
 ]

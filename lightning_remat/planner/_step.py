@@ -26,9 +26,10 @@ import lightning_remat
 from lightning_remat._blocks import block_bytes
 from lightning_remat.allocator import Footprint
 from lightning_remat.budget import BudgetKind, parse_budget
-from lightning_remat.capture import PARTS, Autocast, CapturedGraph, from_joint, same_device
+from lightning_remat.capture import PARTS, Autocast, CapturedGraph, from_joint, name_assertions, same_device, stays
 from lightning_remat.capture import _torch as internals
 from lightning_remat.capture._checkpoints import checkpoints, refuse_other_second_evaluations
+from lightning_remat.capture._compiled import compiled_stays, is_compiled, name_of
 from lightning_remat.capture._joint import module_path, target_name
 from lightning_remat.capture._masks import masks_as_in_eager_mode
 from lightning_remat.capture._numpy import numpy_as_constants
@@ -253,6 +254,13 @@ class ScheduledStep:
         )
         self._static_shapes: dict[Shapes, None] = {}
         self._floats = internals.VaryingFloats()
+        self._left: dict[int, Any] = {}  # what the user has compiled, and tracing has met
+        self._told_compiled = False
+        if is_compiled(function):
+            self._give_up(
+                "it was compiled with torch.compile as a whole, and your compiler runs it; give the plain function or module "
+                "to have it planned"
+            )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or self._gave_up:
@@ -277,6 +285,7 @@ class ScheduledStep:
             return self(*args, **kwargs)
         except _Stop as stop:
             raise stop.error from stop.error.__cause__
+        self._tell_compiled()
         if not self.plans and not self.failures:
             reasons = list(internals.capture_failures() - known_failures) if known_failures is not None else []
             found = f" ({reasons[0].splitlines()[0]})" if reasons else "; TORCH_LOGS=graph_breaks says more"
@@ -297,6 +306,21 @@ class ScheduledStep:
         if self._captured_now:
             self.planning_seconds = planning_seconds + time.monotonic() - started
         return result
+
+    def _tell_compiled(self) -> None:
+        """Say once what the user has compiled and the step calls: it is not planned."""
+        if not self._left or self._told_compiled:
+            return
+        self._told_compiled = True
+        names = list(dict.fromkeys(map(name_of, self._left.values())))
+        verb, stay = ("was", "stays") if len(names) == 1 else ("were", "stay")
+        rest = "the rest is planned in parts" if self._call else "and nothing around it can be planned"
+        self._failed(
+            f"{' and '.join(names)} {verb} compiled with torch.compile and {stay} so: your compiler runs it, what it holds for "
+            f"the backward is outside of the plan and the budget, {rest}. To have the whole step planned, compile nothing "
+            "inside of it",
+            None,
+        )
 
     def _in_parts(self) -> bool:
         """Whether the present call has run several graphs, or one that has no plan within the budget as it came."""
@@ -346,13 +370,14 @@ class ScheduledStep:
             )
 
     def left_out(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[str]:
-        """Names of the parameters that have gradients although nothing that was captured reads them.
+        """Names of the parameters that have gradients although nothing that was captured reads them, nor a compiled module.
 
         What a call did with them was left alone by Dynamo (a packed sequence, say): it runs as before, and takes memory that
         no plan counts.
         """
-        captured = {key for graph in self._graphs for key in graph.weights}
-        return [name for name, p in parameters if p.grad is not None and id(p) not in captured]
+        known = {key for graph in self._graphs for key in graph.weights}
+        known |= {id(p) for one in self._left.values() if isinstance(one, torch.nn.Module) for p in one.parameters()}
+        return [name for name, p in parameters if p.grad is not None and id(p) not in known]
 
     # -- sizes that vary ----------------------------------------------------------------------------------------------
 
@@ -664,13 +689,19 @@ class ScheduledStep:
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
         """Open while Dynamo captures a frame of the function, and what it hands over is planned."""
-        with internals.tracing(self._dynamic_sources(), self._floats), masks_as_in_eager_mode(), numpy_as_constants():
+        with (
+            internals.tracing(self._dynamic_sources(), self._floats),
+            masks_as_in_eager_mode(),
+            numpy_as_constants(),
+            compiled_stays(lambda called: self._left.update({id(called): called})),
+        ):
             yield
 
     def _backend(
         self, module: torch.fx.GraphModule, inputs: Sequence[Any], symbolic: bool = False
     ) -> Callable[..., Any]:
         in_checkpoints = checkpoints(module)
+        name_assertions(module)
         if self._gave_up:  # in the midst of a call
             if in_checkpoints:
                 raise CaptureError("the rest of a call that runs as before")
@@ -732,7 +763,7 @@ class ScheduledStep:
 
         self._progress("capturing")
         try:
-            compiled, exchange = internals.aot_backend(module, inputs, partition, PARTS, symbolic)
+            compiled, exchange = internals.aot_backend(module, inputs, partition, PARTS, symbolic, stays)
         except Exception as error:  # whatever torch raises: the graph runs as before, and the reason is said
             internals.floats_as_constants(module)
             if symbolic and not self._call:
