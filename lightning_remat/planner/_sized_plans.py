@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from lightning_remat.allocator import Footprint
 from lightning_remat.capture import CapturedGraph
@@ -100,6 +100,12 @@ class SizedPlans:
     def come_down(self, budget_bytes: int) -> None:
         """From now on nothing that takes more than this will do."""
         self._most_bytes = budget_bytes
+        self._known.clear()
+        self._impossible.clear()
+
+    def take(self, plans: Mapping[int, Plan]) -> None:
+        """What lies around the graph has changed, and with it these plans: what was chosen for sizes is chosen anew."""
+        self._plans = {number: (sizes, plans.get(number, plan)) for number, (sizes, plan) in self._plans.items()}
         self._known.clear()
         self._impossible.clear()
 

@@ -43,7 +43,7 @@ from lightning_remat.planner._device_memory import DeviceAllocator, DeviceMemory
 from lightning_remat.planner._late import with_late_gradients
 from lightning_remat.planner._make import FOR_ONCE, UNPLANNED, AtHand, Progress, make_plan, unplanned
 from lightning_remat.planner._moving import MovingBuffers
-from lightning_remat.planner._plan import Plan
+from lightning_remat.planner._plan import Plan, with_beside
 from lightning_remat.planner._plan_cache import PlanCache, fingerprint
 from lightning_remat.planner._search import Search
 from lightning_remat.planner._sized_plans import SizedPlans, rounded_up
@@ -138,6 +138,7 @@ class _Graph:
         buffers: those that change between a forward and its backward.
         accumulator: takes its gradients as they are made, where it may.
         dropped: by the outputs that a backward does not come through, the gradients that are none then.
+        crowded: more is held beside it than when it was planned.
     """
 
     captured: CapturedGraph
@@ -155,6 +156,7 @@ class _Graph:
     stays: bool = False
     whole: bool = True
     dropped: dict[frozenset[int], frozenset[int]] = dataclasses.field(default_factory=dict)
+    crowded: bool = False
 
 
 _Path = tuple[_Graph, ...]
@@ -232,6 +234,8 @@ class ScheduledStep:
         self._batch: frozenset[int] = frozenset()  # ids of the present call's tensors
         self._graphs: list[_Graph] = []
         self._limit: int | None = None  # a budget that was come down to
+        budget = parse_budget(config.budget)
+        self._asked = int(budget.value or 0) if budget.kind is BudgetKind.SIZE else None
         self._fits_anyway: dict[Shapes, int] = {}  # with the largest plan of their call
         self._captures: Counter[Shapes] = Counter()
         self._cost_cache = CostCache()
@@ -464,6 +468,51 @@ class ScheduledStep:
             plan_again()
         return budget_bytes
 
+    def make_room(self, nbytes: int) -> bool:
+        """Count so many more bytes that are held on the device all through every step, and plan again where there is no room.
+
+        A budget that is a share, or ``"min"``, is the larger for them.
+
+        Returns:
+            Whether there is room; if not, they are not counted. (Where a call is several graphs, or has symbolic sizes, that is
+            not known before the next call, which raises `InfeasibleBudgetError` if there is none.)
+        """
+        problems = [(graph, graph.problem, graph.buffers.planned_bytes) for graph in self._graphs]
+        self._count(nbytes)
+        try:
+            if len(self._call) == 1:
+                self._plan_again(self._call[0][0])
+        except InfeasibleBudgetError:
+            self._count(-nbytes)
+            for graph, graph.problem, graph.buffers.planned_bytes in problems:
+                graph.crowded = False
+            return False
+        return True
+
+    def _count(self, nbytes: int) -> None:
+        """So much more is held beside all graphs."""
+        larger = nbytes if self._limit is None and not self._fixed else 0
+        for graph in self._graphs:
+            graph.around = dataclasses.replace(graph.around, resident_bytes=graph.around.resident_bytes + nbytes)
+            graph.problem = graph.problem.replace(resident_bytes=graph.problem.resident_bytes + nbytes)
+            graph.crowded = True
+        owners = {number: graph for graph in self._graphs for number in graph.versions}
+        for number, graph in owners.items():
+            plan = with_beside(self.plans[number], nbytes, larger)
+            _, footprint = self._as_allocated(graph.memory, plan.graph, plan.schedule, plan.budget_bytes)
+            self.plans[number] = dataclasses.replace(plan, footprint=footprint)
+        for graph in self._graphs:
+            if graph.sized is not None:
+                graph.sized.take({number: self.plans[number] for number in graph.versions})
+        self._together.clear()
+        self._settled.clear()
+        self._joint_plans.clear()
+
+    @property
+    def _fixed(self) -> bool:
+        """Whether the budget is so many bytes, not a share of something that depends on the step."""
+        return parse_budget(self.config.budget).kind in (BudgetKind.AUTO, BudgetKind.SIZE)
+
     def _come_down(self, budget_bytes: int) -> None:
         self._limit = budget_bytes
         for graph in self._graphs:
@@ -486,7 +535,7 @@ class ScheduledStep:
         """
         plan = self.plans[graph.plan]
         copies = 0 if self.agreement is not None else graph.buffers.unplanned_bytes
-        limit = plan.budget_bytes if self._limit is None and copies else self._limit
+        limit = plan.budget_bytes if self._limit is None and (copies or graph.crowded) else self._limit
         if graph.sized is not None or graph.stays or limit is None or plan.predicted_peak_bytes + copies <= limit:
             return  # plans for symbolic sizes are chosen for each call
         graph.problem = graph.problem.replace(resident_bytes=graph.problem.resident_bytes + copies)
@@ -512,7 +561,10 @@ class ScheduledStep:
             return
         graph.plan = self._add_plan(made, graph, graph.captured)
         log.info(
-            "%s, %s: %s", self.name or "captured graph", "with copies" if copies else "within less", made.summary()
+            "%s, %s: %s",
+            self.name or "captured graph",
+            "with copies" if copies or graph.crowded else "within less",
+            made.summary(),
         )
 
     # -- better plans -------------------------------------------------------------------------------------------------
@@ -527,7 +579,7 @@ class ScheduledStep:
         """
         if self._needs_one_plan(shapes, path):
             if self._joint_plans[shapes] < MOST_PATHS:
-                self._plan_path(shapes, path)
+                self._plan_within_what_is_left(shapes, path)
             elif self._joint_plans[shapes] == MOST_PATHS:
                 log.warning(
                     "%s is captured as more than %d different sequences of graphs: the others are not planned as a whole, "
@@ -537,6 +589,16 @@ class ScheduledStep:
                 )
             self._joint_plans[shapes] += 1
         self._settled.add((shapes, path))
+
+    def _plan_within_what_is_left(self, shapes: Shapes, path: _Path) -> None:
+        """Plan a path; where one of its graphs ran out of memory and came down to too little for all, within the smallest."""
+        try:
+            self._plan_path(shapes, path)
+        except InfeasibleBudgetError as error:
+            if self._limit is None or (self._asked is not None and error.smallest_bytes > self._asked):
+                raise
+            self._come_down(error.smallest_bytes)
+            self._plan_path(shapes, path)
 
     def _needs_one_plan(self, shapes: Shapes, path: _Path) -> bool:
         """Whether what the graphs of a call run, each planned as it came, may be other than what a plan for all of them is."""
@@ -832,7 +894,7 @@ class ScheduledStep:
             captured,
             number,
             self.plans[number],
-            shared=parse_budget(self.config.budget).kind in (BudgetKind.AUTO, BudgetKind.SIZE),
+            shared=self._fixed,
             measure=measure,
             surround=surround,
             make=make,
