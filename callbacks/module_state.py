@@ -79,7 +79,7 @@ class ModuleState:
         self.tensors = walk.tensors
         self._containers = [(owner, one, _shallow(one)) for owner, one in walk.containers]
         self._parents = walk.parents
-        self._generators = [undoing(one) for one in walk.generators]
+        self._generators = [undo for one in walk.generators if (undo := undoing(one)) is not None]
         copy = copy or on_host
         with torch.no_grad():
             kept = [(i, held.tensor, copy(held)) for i, held in enumerate(self.tensors)]
@@ -201,8 +201,9 @@ class _Walk:
             if not isinstance(thing, (tuple, frozenset)):
                 self.containers.append((thing, thing))
             return enumerate(thing)
-        self.containers.append((thing, vars(thing)))
-        return vars(thing).items()
+        attributes: dict[str, Any] = vars(thing)
+        self.containers.append((thing, attributes))
+        return attributes.items()
 
     def _visit(self, holder: Any, name: Any, value: Any, given: bool, waiting: list[Any]) -> None:
         if type(value) in _SIMPLE:

@@ -164,9 +164,9 @@ class StepState(ModuleState):
 
     def doubtful(self) -> list[Held]:
         """What is not copied, and was changed without a trace by the repeated step: perhaps by the one before it as well."""
-        seen = self._seen_to_change()
-        found = (i for i in self._digests or () if i not in seen)
-        return [self.tensors[i] for i in found if not torch.equal(digest(self.tensors[i].tensor), self._digests[i])]
+        seen, digests = self._seen_to_change(), self._digests or {}
+        rest = ((i, before) for i, before in digests.items() if i not in seen)
+        return [self.tensors[i] for i, before in rest if not torch.equal(digest(self.tensors[i].tensor), before)]
 
     def marks(self) -> list[tuple[int, int]]:
         """Where every tensor lies now, and how often it was written to."""
