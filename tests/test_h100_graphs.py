@@ -46,7 +46,8 @@ def budget_at(graph: ComputationGraph, share: float) -> int:
 def test_shares_are_planned_near_the_bound(name: str, share: float, gap: float) -> None:
     graph = graph_of(name)
     budget = budget_at(graph, share)
-    solution = solve(graph, budget, time_limit=60.0)
+    # Time enough for a machine that does other things too; how long it takes is what `benchmarks.graphs` says.
+    solution = solve(graph, budget, time_limit=60.0, seconds=20.0)
     assert solution.schedule is not None
     assert verify(graph, solution.schedule, budget) == solution.peak_bytes <= budget
     assert solution.gap <= gap

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_remat.capture._torch import (
     Source,
     TensorVariable,
     TorchInGraphFunctionVariable,
+    UserFunctionVariable,
     VariableTracker,
     given,
     given_now,
@@ -40,35 +42,45 @@ _UNDERSTOOD = {
 """What may have been done before the question, to a tensor of the batch or to none: nothing that draws or depends on state."""
 
 
-def _no(*_args: Any, **_kwargs: Any) -> bool:
-    return False
+_QUESTIONS = {"is_tracing", "is_torchdynamo_compiling", "is_torchdynamo_exporting"}
+"""What the modules ask before they look, some of it in each release; the answer is no. (Before torch 2.14 Dynamo would say yes
+to the last always, as the library's own note has it.)
+"""
 
-
-_IN_EAGER_MODE: dict[str, Callable[..., Any]] = {
-    "is_tracing": _no,
-    "is_torchdynamo_compiling": _no,
-    "is_torchdynamo_exporting": _no,  # before torch 2.14 Dynamo says yes always, as the library's own note has it
-    "fast_all": torch.all,  # a sum that is compared, whose answer is the same
-}
-"""What the modules ask before they look, and how they look: some of it in each release. (Dynamo guards on the functions.)"""
+_LOOKS = "fast_all"
+"""How they look, beside ``torch.all``: as a sum that is compared, whose answer is the same."""
 
 
 @contextlib.contextmanager
 def masks_as_in_eager_mode() -> Iterator[None]:
-    """Inside, whether there is a mask is decided as in eager mode, also while Dynamo traces."""
-    libraries = [vars(sys.modules[name]) for name in _LIBRARIES if name in sys.modules]
-    if not libraries:
+    """While Dynamo traces: whether there is a mask is decided as in eager mode."""
+    if not any(name in sys.modules for name in _LIBRARIES):
         yield
         return
-    with contextlib.ExitStack() as stack:
-        for library in libraries:
-            known = {name: function for name, function in _IN_EAGER_MODE.items() if name in library}
-            stack.enter_context(_replaced(library, known))
-        stack.enter_context(_replaced(TorchInGraphFunctionVariable._get_handlers(), {torch.all: _all_function}))
-        before = TensorVariable.call_method
-        TensorVariable.call_method = _call_method  # type: ignore[assignment, method-assign]
-        stack.callback(setattr, TensorVariable, "call_method", before)
-        yield
+    tensor, function = TensorVariable.call_method, UserFunctionVariable.call_function
+
+    def call_method(self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
+        """``tensor.all()``, and all other calls of methods as they are."""
+        if name == "all" and not args and not kwargs and _asking(translator) is not None:
+            return _answered(translator, self)
+        return tensor(self, translator, name, args, kwargs)
+
+    def call_function(self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
+        """What the modules call of the library's own, and all other functions as they are."""
+        name = getattr(self.fn, "__name__", "")
+        library = _asking(translator) if name in _QUESTIONS or name == _LOOKS else None
+        if library is None or vars(library).get(name) is not self.fn:
+            return function(self, translator, args, kwargs)
+        return _answered(translator, *args) if name == _LOOKS else VariableTracker.build(translator, False)
+
+    TensorVariable.call_method = call_method  # type: ignore[assignment, method-assign]
+    UserFunctionVariable.call_function = call_function  # type: ignore[assignment, method-assign]
+    try:
+        with _replaced(TorchInGraphFunctionVariable._get_handlers(), {torch.all: _all_function}):
+            yield
+    finally:
+        TensorVariable.call_method = tensor  # type: ignore[method-assign]
+        UserFunctionVariable.call_function = function  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -85,23 +97,14 @@ def _replaced(entries: dict[Any, Any], new: dict[Any, Any]) -> Iterator[None]:
 
 def _all_function(_function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
     """For Dynamo, ``torch.all(...)``: ``None`` leaves it to Dynamo."""
-    return _answered(translator, *args) if len(args) == 1 and not kwargs and _asks(translator) else None
+    asked = len(args) == 1 and not kwargs and _asking(translator) is not None
+    return _answered(translator, *args) if asked else None
 
 
-def _call_method(self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """For Dynamo, ``tensor.all()``, and all other calls of methods as they are."""
-    if name == "all" and not args and not kwargs and _asks(translator):
-        return _answered(translator, self)
-    return _dynamo_call_method(self, translator, name, args, kwargs)
-
-
-_dynamo_call_method = TensorVariable.call_method
-
-
-def _asks(translator: Any) -> bool:
-    """Whether Dynamo is in the code of one of the modules that decide whether there is a mask."""
-    files = [sys.modules[name].__file__ for name in _LIBRARIES if name in sys.modules]
-    return translator.f_code.co_filename in files
+def _asking(translator: Any) -> types.ModuleType | None:
+    """Of the modules that decide whether there is a mask, the one in whose code Dynamo is."""
+    libraries = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
+    return next((one for one in libraries if one.__file__ == translator.f_code.co_filename), None)
 
 
 def _answered(translator: Any, tensor: Any) -> Any:

@@ -111,7 +111,7 @@ class NumpyConstant(VariableTracker):
 
 @contextlib.contextmanager
 def numpy_as_constants() -> Iterator[None]:
-    """Inside, what NumPy makes of constants is a constant, where Dynamo traces it. (Some 10 microseconds a step.)"""
+    """While Dynamo traces: what NumPy makes of constants is a constant."""
     functions, builtins, handlers = NumpyVariable.call_function, BuiltinVariable.call_function, dict(compare_handlers)
 
     def of_numpy(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:

@@ -28,7 +28,9 @@ What is used and why:
   written back.
 * ``TracingContext``: AOTAutograd's notes on what a forward saves, which hold for its first version only (see `Exchange`).
 * ``_accelerator_setAllocatorSettings``: expandable segments are switched on while a scheduled step runs.
-* ``_dynamo.config``: the recompile limit, logging calls and DDP's graph splitting are set while a step runs, and put back.
+* ``_dynamo.optimize``, ``compile_lock``: all that is set or replaced in torch is so only while Dynamo has a frame of ours to
+  capture, and its lock is held: neither a step that runs nor what another thread captures sees any of it.
+* ``_dynamo.config``: the recompile limit, logging calls and DDP's graph splitting.
 * ``VariableBuilder.wrap_symfloat``: Dynamo makes an input of a Python float only where all sizes are symbols too, with no way
   to ask for one (see `VaryingFloats`). AOTAutograd would make tensors of such floats, which round otherwise: that is left out
   (``TENSORIFY_PYTHON_SCALARS``). ``TensorifyState`` tells Dynamo to begin again with a float as a constant. ``SymNode``
@@ -65,6 +67,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.bytecode_transformation import create_call_function
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, unimplemented
 from torch._dynamo.guards import install_guard
 from torch._dynamo.source import ConstantSource, TensorProperty, TensorPropertySource
@@ -74,6 +77,7 @@ from torch._dynamo.utils import counters as dynamo_counters
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import TrackedFake, VariableBuilder  # type: ignore[attr-defined]
 from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.functions import UserFunctionVariable
 from torch._dynamo.variables.lists import BaseListVariable
 from torch._dynamo.variables.misc import GetAttrVariable, NumpyVariable, StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
@@ -121,6 +125,7 @@ __all__ = [
     "Source",
     "TensorVariable",
     "TorchInGraphFunctionVariable",
+    "UserFunctionVariable",
     "VariableTracker",
     "VaryingFloats",
     "accumulates_into",
@@ -161,12 +166,12 @@ __all__ = [
     "reconstruct_copy",
     "run_below_autograd",
     "run_on_cpu",
-    "running",
     "set_allocator_settings",
     "sizes_from_floats",
     "spaced_results",
     "substitute",
     "tensor_leaves",
+    "tracing",
     "uncollected",
     "varying",
     "whole_ops",
@@ -714,7 +719,6 @@ def aot_backend(
         # "same_as_forward" gives other bits than eager where the step has a region with autocast off.
         settings["backward_pass_autocast"] = "off"
     with (
-        uncollected(),
         whole_ops(symbolic),
         _floats_stay(),
         real_layouts(),
@@ -728,11 +732,33 @@ def aot_backend(
 
 
 def compile_frame(
-    function: Callable[..., Any], backend: Callable[..., Any], symbolic: bool = False
+    function: Callable[..., Any],
+    backend: Callable[..., Any],
+    around: Callable[[], contextlib.AbstractContextManager[Any]],
+    symbolic: bool = False,
 ) -> Callable[..., Any]:
-    """``function`` captured by Dynamo: one graph a shape, or with symbols for the sizes that vary (see `varying`)."""
-    compiled: Callable[..., Any] = torch.compile(function, backend=backend, dynamic=None if symbolic else False)
+    """``function`` captured by Dynamo: one graph a shape, or with symbols for the sizes that vary (see `varying`).
+
+    What ``around`` gives is open while a frame is captured, planned and lowered, and at no other time (see `tracing`).
+    """
+    context: Any = torch._dynamo.optimize(backend=backend, dynamic=None if symbolic else False)
+    context.callback = _Capture(context.callback, around)
+    compiled: Callable[..., Any] = context(function)
     return compiled
+
+
+class _Capture:
+    """What Dynamo calls when it meets a frame for which it has no code."""
+
+    def __init__(self, capture: Any, around: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+        self._torchdynamo_orig_backend = (
+            capture  # as Dynamo's own such wrappers name it: by it captured code is told apart
+        )
+        self._around = around
+
+    def __call__(self, frame: Any, *args: Any) -> Any:
+        with compile_lock, self._around():
+            return self._torchdynamo_orig_backend(frame, *args)
 
 
 @contextlib.contextmanager
@@ -1304,8 +1330,8 @@ def reconstruct_copy(codegen: Any, value: Any) -> None:
 _UNLIMITED = 1 << 30
 
 
-def running(dynamic_sources: str = "", floats: VaryingFloats | None = None) -> contextlib.AbstractContextManager[Any]:
-    """Dynamo's settings while a captured step runs.
+def tracing(dynamic_sources: str = "", floats: VaryingFloats | None = None) -> contextlib.AbstractContextManager[Any]:
+    """Dynamo's settings while it captures.
 
     Recompilation is never silently given up (who calls this counts shapes itself), an error inside Dynamo makes the frame
     run as before, a logging call does not break the graph, DDP does not split it, and NumPy stays NumPy (torch's own
@@ -1329,6 +1355,7 @@ def running(dynamic_sources: str = "", floats: VaryingFloats | None = None) -> c
         if hasattr(config, name):
             settings[name] = set(getattr(config, name)) | _logging_calls()
             break
+    stack.enter_context(uncollected())
     stack.enter_context(config.patch(settings))
     # Two sizes that were equal when the step was captured are two symbols: they need not be the next time.
     stack.enter_context(symbolic_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]

@@ -251,9 +251,9 @@ class ScheduledStep:
         self._search: tuple[Search, _Graph] | None = None
         self._to_search: list[_Graph] = []
         self._nodes: set[Any] = set()  # of autograd's graph, made by the present call's graphs
-        self._static = internals.compile_frame(function, self._backend)
+        self._static = internals.compile_frame(function, self._backend, self._tracing)
         self._symbolic: Callable[..., Any] | None = internals.compile_frame(
-            function, self._symbolic_backend, symbolic=True
+            function, self._symbolic_backend, self._tracing, symbolic=True
         )
         self._static_shapes: Recent[Shapes, None] = Recent()
         self._floats = internals.VaryingFloats()
@@ -272,13 +272,10 @@ class ScheduledStep:
         self._take_better_plans()
         self._captured_now.clear()
         self._began = time.time()
-        first = shapes not in self._static_shapes
         compiled, varying = self._compiled(shapes, leaves)
-        tracing = internals.uncollected() if first and compiled is self._static else contextlib.nullcontext()
         known_failures = internals.capture_failures() if not self.plans or compiled is self._symbolic else None
         try:
-            running = internals.running(self._dynamic_sources(), self._floats)
-            with tracing, running, masks_as_in_eager_mode(), numpy_as_constants(), internals.varying(varying):
+            with internals.varying(varying):
                 result = compiled(*args, **kwargs)
         except _NoSymbols:
             return self(*args, **kwargs)
@@ -332,10 +329,10 @@ class ScheduledStep:
         """What is called from now on is captured anew, with all gradients returned."""
         self._accumulates = bool
         # Dynamo keeps what it captured for the same backend, and methods of one object are the same.
-        self._static = internals.compile_frame(self.function, functools.partial(self._backend))
+        self._static = internals.compile_frame(self.function, functools.partial(self._backend), self._tracing)
         if self._symbolic is not None:
             backend = functools.partial(self._backend, symbolic=True)
-            self._symbolic = internals.compile_frame(self.function, backend, symbolic=True)
+            self._symbolic = internals.compile_frame(self.function, backend, self._tracing, symbolic=True)
 
     def _captured(self, shapes: Shapes, numbers: Sequence[int]) -> None:
         """After a call that captured something: does the plain step fit anyway, or does every call capture again?"""
@@ -741,6 +738,12 @@ class ScheduledStep:
         return number
 
     # -- capture ------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _tracing(self) -> Iterator[None]:
+        """Open while Dynamo captures a frame of the function, and what it hands over is planned."""
+        with internals.tracing(self._dynamic_sources(), self._floats), masks_as_in_eager_mode(), numpy_as_constants():
+            yield
 
     def _backend(
         self, module: torch.fx.GraphModule, inputs: Sequence[Any], symbolic: bool = False
