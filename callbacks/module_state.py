@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import random
 import sys
-from collections.abc import Callable, Collection, Hashable, Iterable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import numpy as np
@@ -28,11 +27,11 @@ _INTERNAL = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}
 _CLOSED = sys.stdlib_module_names | {__name__.partition(".")[0]}
 _LIGHTNINGS = frozenset({"_current_fx_name"})
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
 _NOTHING = object()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """A tensor that a module, what it leads to, or a batch holds.
 
     Attributes:
@@ -46,6 +45,19 @@ class Held:
     given: bool = False
 
 
+@dataclasses.dataclass
+class Known:
+    """What to look at, so that it need not be found out in every step.
+
+    Attributes:
+        entered: ids of the containers and objects (beside modules and the batch) that are looked into; ``None`` for all.
+        parts: by its id, a module, how many attributes it had, and the names of those that are looked at.
+    """
+
+    entered: set[int] | None = None
+    parts: dict[int, tuple[nn.Module, int, tuple[str, ...]]] = dataclasses.field(default_factory=dict)
+
+
 class ModuleState:
     """Tensors, random generators, and the module's own numbers, texts and containers, as they are now.
 
@@ -57,7 +69,7 @@ class ModuleState:
         device: whose random generator is taken down, beside those of the CPU, Python and NumPy.
         batch: what the step is given, and may change too.
         copy: a copy of a tensor; ``None`` for one that is not copied. By default all are copied to host memory.
-        entered: ids of the containers and objects (beside modules and the batch) that are looked into; by default all are.
+        known: what to look at; by default everything.
 
     Attributes:
         tensors: all that were found, each once.
@@ -71,10 +83,10 @@ class ModuleState:
         batch: Any = (),
         *,
         copy: Callable[[Held], torch.Tensor | None] | None = None,
-        entered: Collection[int] | None = None,
+        known: Known | None = None,
     ) -> None:
         self._device = device
-        walk = _Walk(entered)
+        walk = _Walk(known or Known())
         walk.through(module, batch)
         self.tensors = walk.tensors
         self._containers = [(owner, one, _shallow(one)) for owner, one in walk.containers]
@@ -165,12 +177,12 @@ def _moved(tensor: torch.Tensor, before: torch.Tensor) -> bool:
 class _Walk:
     """All that a module and a batch lead to."""
 
-    def __init__(self, entered: Collection[int] | None) -> None:
+    def __init__(self, known: Known) -> None:
         self.tensors: list[Held] = []
         self.containers: list[tuple[Any, Any]] = []  # with what they belong to
         self.generators: list[Any] = []
         self.parents: dict[int, int] = {}
-        self._entered = entered
+        self._known = known
         self._seen: set[int] = set()
         self._given = 0
 
@@ -181,19 +193,39 @@ class _Walk:
             waiting = [root]
             while waiting:
                 thing = waiting.pop()
-                if id(thing) not in self._seen:
-                    self._seen.add(id(thing))
+                if id(thing) in self._seen:
+                    continue
+                self._seen.add(id(thing))
+                if isinstance(thing, nn.Module):
+                    self._module(thing, given, waiting)
+                else:
                     for name, value in self._items(thing):
                         self._visit(thing, name, value, given, waiting)
 
-    def _items(self, thing: Any) -> Iterable[tuple[Any, Any]]:
-        if isinstance(thing, nn.Module):
+    def _module(self, thing: nn.Module, given: bool, waiting: list[Any]) -> None:
+        own = vars(thing)
+        module, size, names = self._known.parts.get(id(thing), (None, 0, ()))
+        if module is not thing or size != len(own):
             if isinstance(thing, (Metric, MetricCollection)) and is_deferred(thing):
-                return ()
-            own = vars(thing)
-            self.containers += [(thing, one) for one in (own, thing._parameters, thing._buffers) if one]
-            others = ((name, value) for name, value in own.items() if name not in _INTERNAL)
-            return itertools.chain(thing._parameters.items(), thing._buffers.items(), others, thing._modules.items())
+                return
+            names = tuple(k for k, v in own.items() if k not in _INTERNAL and (v is None or type(v) not in _SIMPLE))
+            self._known.parts[id(thing)] = thing, len(own), names
+        self.containers.append((thing, own))
+        for holder in (own["_parameters"], own["_buffers"]):
+            if holder:
+                self.containers.append((thing, holder))
+                for name, value in holder.items():
+                    if value is not None:
+                        self._tensor(thing, name, value, given, waiting)
+        for name in names:
+            if own.get(name) is not None:
+                self._visit(thing, name, own[name], given, waiting)
+        for part in own["_modules"].values():
+            if part is not None:
+                self.parents.setdefault(id(part), id(thing))
+                waiting.append(part)
+
+    def _items(self, thing: Any) -> Iterable[tuple[Any, Any]]:
         if isinstance(thing, dict):
             self.containers.append((thing, thing))
             return thing.items()
@@ -225,20 +257,25 @@ class _Walk:
         if id(value) in self._seen:
             return
         self._seen.add(id(value))
-        if hasattr(value, "__tensor_flatten__"):  # its parts are what lies in memory
+        if type(value) in _PLAIN:
+            followed = not value.is_meta and value.layout is torch.strided
+        elif hasattr(value, "__tensor_flatten__"):  # its parts are what lies in memory
             for part in value.__tensor_flatten__()[0]:
                 self._visit(value, part, getattr(value, part), given, waiting)
-        elif not nn.parameter.is_lazy(value) and value.device.type != "meta" and value.layout is torch.strided:
+            return
+        else:
+            followed = not nn.parameter.is_lazy(value) and not value.is_meta and value.layout is torch.strided
+        if followed:
             self._given += given
             self.tensors.append(Held(self._given if given else (id(holder), name), value, given))
 
     def _enters(self, thing: Any, given: bool) -> bool:
+        if not given and self._known.entered is not None:
+            return id(thing) in self._known.entered
         if isinstance(thing, (dict, list, tuple, set, frozenset, collections.deque)):
-            known = len(thing) <= MOST_ENTERED
-        else:
-            known = hasattr(thing, "__dict__") and not is_foreign(thing)
-            known = known and type(thing).__module__.partition(".")[0] not in _CLOSED
-        return known and (given or self._entered is None or id(thing) in self._entered)
+            return len(thing) <= MOST_ENTERED
+        own = type(thing).__module__.partition(".")[0] not in _CLOSED
+        return own and hasattr(thing, "__dict__") and not is_foreign(thing)
 
 
 def _shallow(container: Any) -> Any:

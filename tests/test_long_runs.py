@@ -98,13 +98,13 @@ def test_what_is_forgotten_is_found_again(monkeypatch: pytest.MonkeyPatch, share
     monkeypatch.setattr(_sized_plans, "MOST_SIZES", 3)
     module = Sequences()
     whole = rematerialize(copy.deepcopy(module), budget=0.6, cost_model="unit", solver="greedy")
-    whole(torch.randn(2, 6, SHORTEST + 19)).backward()
+    whole(torch.randn(2, 6, SHORTEST + 11)).backward()
     assert whole.plan is not None
     pair = Pair(module, budget=0.6 if share else whole.plan.budget_bytes)
-    trained(pair, 60, 20)
+    trained(pair, 30, 12)
     plans = len(pair.step.plans)
-    trained(pair, 20, 20)
-    assert len(pair.step.plans) == plans == len(pair.step.runs) and sum(pair.step.runs) == 80
+    trained(pair, 12, 12)
+    assert len(pair.step.plans) == plans == len(pair.step.runs) and sum(pair.step.runs) == 42
     assert len(sized(pair.step)._known) == 3 and len(sized(pair.step)._costs) == 2
     assert len(pair.step.scheduled._graphs[-1].exchange._versions) <= 2
     pair.assert_same()
@@ -112,8 +112,8 @@ def test_what_is_forgotten_is_found_again(monkeypatch: pytest.MonkeyPatch, share
 
 def test_the_last_plan_is_that_of_the_last_sizes() -> None:
     pair = Pair(Sequences(), budget=0.6)
-    trained(pair, 30, 20)
-    for size in (19, 31, 19):
+    trained(pair, 12, 12)
+    for size in (19, 27, 19):
         pair.train(size, size)
         plan = pair.step.plan
         assert plan is not None and plan is pair.step.plan
@@ -124,18 +124,18 @@ def test_the_last_plan_is_that_of_the_last_sizes() -> None:
 def test_where_there_are_many_plans_others_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_sized_plans, "MOST_PLANS", 3)
     pair = Pair(Sequences(), budget=0.7)
-    for number, size in enumerate((20, 40, 60, 70, 100, 130, 160, 200, 250, 300, 400)):
+    for number, size in enumerate((20, 40, 60, 70, 100, 130, 160, 200)):
         pair.train(number, size)
         plan = pair.step.plan
         assert plan is not None and plan.predicted_peak_bytes <= plan.budget_bytes
         assert plan.predicted_peak_bytes == plan.timeline().peak_bytes
-    assert len(pair.step.plans) == STATIC_CAPTURES + 3
+    assert len(pair.step.plans) == STATIC_CAPTURES + 3  # of the graph with symbols
     pair.assert_same()
 
 
 def test_memory_is_flat() -> None:
-    """600 steps over 20 shapes; `test_ten_thousand_steps` is the long one."""
-    _is_flat(Pair(Sequences(1), budget=0.6), steps=600, shapes=20, begins=100)
+    """400 steps over 12 shapes; `test_ten_thousand_steps` is the long one."""
+    _is_flat(Pair(Sequences(1), budget=0.6), steps=400, shapes=12, begins=100)
 
 
 @pytest.mark.slow

@@ -300,8 +300,19 @@ def graphs(make: Callable[[], Any]) -> int:
     return len(calls) // 4
 
 
-@pytest.mark.parametrize(("where", "step"), [("forward", 0), ("forward", 2), ("backward", 0), ("backward", 2)])
-@pytest.mark.parametrize("make", [Taught, TaughtOutside, Odd])
+@pytest.mark.parametrize(
+    ("make", "where", "step"),
+    [
+        *[
+            (make, where, step)
+            for make in (Taught, TaughtOutside)
+            for where in ("forward", "backward")
+            for step in (0, 2)
+        ],
+        (Odd, "forward", 0),
+        (Odd, "backward", 2),
+    ],
+)
 def test_what_a_step_moves_is_moved_once(make, where, step):
     remat, strategy, several = callback(0.9), RematStrategy(), graphs(make)
     with failing(where, after=step * several + (several - 1 if where == "forward" else 0)) as calls:

@@ -859,7 +859,10 @@ class ScheduledStep:
             self.runs[number] += 1
             last = self._last[1] if isinstance(self._last, tuple) else self._last
             if not self._call or last is None or plan.predicted_peak_bytes >= last.predicted_peak_bytes:
-                self._last = (graph.sized, plan) if isinstance(plan, SizedPlan) and graph.sized is not None else plan
+                if not isinstance(plan, SizedPlan):
+                    self._last = plan
+                elif graph.sized is not None:
+                    self._last = graph.sized, plan
             self._call.append((graph, number))
             copies = graph.buffers.copies(args, number, self.runs[number], self._batch)
             compare = graph.buffers.watch(args, copies, self.name or "captured graph")

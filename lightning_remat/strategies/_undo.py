@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from torch import nn
 
-from lightning_remat.callbacks.module_state import Held, ModuleState, nbytes_on, on_host, written_once
+from lightning_remat.callbacks.module_state import Held, Known, ModuleState, nbytes_on, on_host, written_once
 from lightning_remat.exactness import digest, is_out_of_memory, same_bits
 
 SHOWN = 3
@@ -50,7 +50,7 @@ class Undo:
     def __init__(self, module: pl.LightningModule, device: torch.device) -> None:
         self._module, self._device = module, device
         self._copied: dict[Hashable, _Copied] = {}  # by place
-        self._entered: set[int] = set()
+        self._known = Known(entered=set())
         self._everything = self._unknown = True
         self._untrained: Trained | None = None
         self._unknown_bytes = nbytes_on(device, module.buffers())
@@ -68,8 +68,8 @@ class Undo:
             self._untrained = self._untrained or Trained(self._module)
         elif self._untrained is not None and self._untrained.has_changed():
             self._everything, self._untrained = True, None
-        entered = None if self._everything else self._entered
-        return StepState(self._everything, self._module, self._device, batch, copy=self._copy, entered=entered)
+        known = None if self._everything else self._known
+        return StepState(self._everything, self._module, self._device, batch, copy=self._copy, known=known)
 
     def learn(self, state: StepState) -> None:
         """A step has ended: what it has changed, compared with how it began, is copied from now on."""
@@ -77,7 +77,8 @@ class Undo:
             nbytes = nbytes_on(self._device, [held.tensor])
             self._copied.setdefault(held.place, _Copied(nbytes, on_host=nbytes == 0))
         if state.everything:
-            self._entered |= state.lively()
+            assert self._known.entered is not None
+            self._known.entered |= state.lively()
             self._everything = self._unknown = False
 
     def keep_on_host(self) -> None:
