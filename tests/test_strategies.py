@@ -413,3 +413,13 @@ def test_nothing_is_copied_where_nothing_is_repeated():
     run = fit(Taught, callback(0.9), strategy=strategy, train=lambda: loader(32))
     assert strategy.reserved_bytes == 0
     assert_same(eager(Taught), everything(run))
+
+
+def test_a_plan_of_the_first_batch_moves_no_teacher():
+    torch.manual_seed(0)
+    module = Taught()
+    before = copy.deepcopy(module.state_dict())
+    remat = callback(0.9, plan_only=True)
+    trainer(remat).fit(module, loader(32))
+    assert remat.plan is not None
+    assert_same(before, module.state_dict())

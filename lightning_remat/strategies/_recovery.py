@@ -101,6 +101,11 @@ class Recovering(Strategy):
             )
 
     @override
+    def teardown(self) -> None:
+        super().teardown()
+        self._running = self._undo = None  # copies are let go
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._running = None
         training_step = self._remat.training_step if self._remat is not None else None
