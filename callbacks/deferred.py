@@ -64,8 +64,7 @@ class Deferred:
         self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []  # with what was there before, before it
         for part in module.modules():
             if isinstance(part, (Metric, MetricCollection)):
-                deferrable = all(m.is_differentiable is False for m in part.modules() if isinstance(m, Metric))
-                stand_in = self._deferring if deferrable else self._at_once
+                stand_in = self._deferring if is_deferred(part) else self._at_once
                 for name in _METHODS:
                     self._replacements.append((part.__dict__, name, stand_in(getattr(part, name))))
 
@@ -257,6 +256,11 @@ def _list_operator(name: str) -> Callable[..., Any]:
 
 for _name in ("len", "getitem", "setitem", "delitem", "iter", "reversed", "contains", "add", "mul", "eq", "repr"):
     setattr(GrowingList, f"__{_name}__", _list_operator(f"__{_name}__"))
+
+
+def is_deferred(metric: Metric | MetricCollection) -> bool:
+    """Whether the metric's calls are made when the step has returned: it says that it is not differentiable."""
+    return all(one.is_differentiable is False for one in metric.modules() if isinstance(one, Metric))
 
 
 def _as_it_is(value: Any) -> Any:

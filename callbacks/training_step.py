@@ -64,15 +64,18 @@ class TrainingStep:
     ) -> None:
         self.rehearsal, self._logs = False, True
         self.first: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
-        self.guard: Callable[[Callable[[], Any]], Any] = _unguarded
+        self.guard: Callable[[functools.partial[Any]], Any] = _unguarded
         self._module, self._strategy = module, trainer.strategy
         self._deferred, self._own_state = Deferred(module), OwnState(module)
         self.config = config if alone else agreed_config(trainer, module, config)
-        reserve += getattr(trainer.strategy, "reserved_bytes", 0)
+
+        def beside() -> Surroundings:  # a strategy may come to keep more than it did at first
+            return surroundings(trainer, module, reserve + getattr(trainer.strategy, "reserved_bytes", 0))
+
         self.scheduled = ScheduledStep(
             module.training_step,
             self.config,
-            surroundings=functools.partial(surroundings, trainer, module, reserve),
+            surroundings=beside,
             name=f"{type(module).__name__}.training_step",
             progress=progress,
             dynamic_sources=lambda: self._own_state.sources,
@@ -154,7 +157,7 @@ def _ignored(*_args: Any, **_kwargs: Any) -> None:
     """In the place of ``log``."""
 
 
-def _unguarded(run: Callable[[], Any]) -> Any:
+def _unguarded(run: functools.partial[Any]) -> Any:
     return run()
 
 

@@ -289,3 +289,34 @@ def test_a_compiled_lightning_module_trains_as_it_is(make: type[Lit]) -> None:
 def test_no_batch_size_is_looked_for_with_one() -> None:
     with pytest.raises(ConfigError, match="compiled with torch.compile"):
         trainer(RematCallback(budget="1GiB"), RematBatchSizeFinder()).fit(torch.compile(Lit()), loader(16))
+
+
+class Asks(nn.Module):
+    """Computes in another way where it is compiled, and calls what is compiled itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+        self.inner.compile(backend=recording)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(torch.addcdiv(x, x, x.square() + 1)) * (2 if torch.compiler.is_compiling() else 3)
+
+
+def test_their_compiler_is_asked_as_it_is_without_us() -> None:
+    results = []
+    for planned in (False, True):
+        torch._dynamo.reset()
+        calls.clear()
+        torch.manual_seed(0)
+        net = Net()
+        net.inner = torch.compile(Asks(), backend=recording, fullgraph=True)
+        net.inner.scale = 0.5
+        if planned:
+            call = rematerialize(net, budget="min", solver="greedy", cost_model="unit", time_limit=0.5)
+            with pytest.warns(RematWarning, match="Asks was compiled"):
+                results.append(train(call, net))
+        else:
+            results.append(train(net, net))
+    assert all(map(torch.equal, results[0][0], results[1][0]))
+    assert results[0][1] == results[1][1] == ["compile", "run", "run", "run"]

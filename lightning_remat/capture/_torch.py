@@ -620,9 +620,14 @@ ObserveNode = Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any], Callable
 
 
 class _Runner:
-    """One module of a version."""
+    """One module of a version.
+
+    Attributes:
+        without: of a backward, the same without some tangents (see `Exchange.unread`).
+    """
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
+        self.without: dict[frozenset[str], _Runner] = {}
         self.module, self._run = module, boxed(module)
 
     def __call__(self, args: list[Any], observe: ObserveNode | None) -> Any:
@@ -661,6 +666,18 @@ class _Outputs(tuple[Any, ...]):
         return self.told
 
 
+MOST_VERSIONS = 64
+"""Versions of one captured graph that are kept ready to run (a megabyte or more for every few hundred operations)."""
+
+_Version = tuple[_Runner, _Runner, torch.Tensor]
+
+
+def _names(modules: Modules) -> tuple[str, ...]:
+    """Of what a forward hands over to its backward, in order."""
+    outputs: Any = modules.forward.graph.output_node().args[0]
+    return tuple(str(one) for one in outputs[modules.returned :])
+
+
 class Exchange:
     """What AOTAutograd runs for one captured graph: one of several versions of it, each a forward and its backward.
 
@@ -671,11 +688,14 @@ class Exchange:
     `_Outputs`.) Each forward saves its version's number too, and the backward is that of the forward that saved for it,
     however many calls wait for theirs. One thread at a time may call it.
 
+    Of versions that can be made again, those that ran last are kept (`MOST_VERSIONS`); one that is gone is made again when it
+    is to run, or when the backward of one of its forwards begins.
+
     Attributes:
         current: the version that the next forward runs.
         dropped: positions of gradients that the next backward does not hand over.
         unread: the tangents (targets of placeholders) that the next backward is not given, but zeros for.
-        without: a backward with such tangents left out.
+        without: makes a backward with such tangents left out.
         observe: where it is set, every op is run through it (slow).
     """
 
@@ -684,21 +704,31 @@ class Exchange:
         self.dropped: frozenset[int] = frozenset()
         self.unread: frozenset[str] = frozenset()
         self.without: Callable[[torch.fx.GraphModule, frozenset[str]], torch.fx.GraphModule] = lambda module, _: module
-        self._fewer: dict[tuple[int, frozenset[str]], _Runner] = {}
         self.observe: ObserveNode | None = None
-        self._versions: list[tuple[_Runner, _Runner, torch.Tensor]] = []
+        self._versions: dict[int, _Version] = {}  # the one that ran last at the end
+        self._made_again: dict[int, tuple[Callable[[], Modules], tuple[str, ...]]] = {}
+        self._added = 0
         self._returned = self._sizes = self._told = -1
         self._most_saved = 0
         self._inputs_saved: list[bool] = []
 
-    def add(self, modules: Modules) -> int:
-        """One more version; returns its number."""
-        if self._versions and (modules.returned, modules.sizes) != (self._returned, self._sizes):
+    def add(self, modules: Modules, again: Callable[[], Modules] | None = None) -> int:
+        """One more version; returns its number. ``again`` makes its modules once more: the same ones."""
+        if self._added and (modules.returned, modules.sizes) != (self._returned, self._sizes):
             raise ValueError(
                 f"{modules.returned} outputs and {modules.sizes} sizes are no version of {self._returned} and {self._sizes}"
             )
         self._returned, self._sizes = modules.returned, modules.sizes
-        number = len(self._versions)
+        number, self._added = self._added, self._added + 1
+        outputs: Any = modules.forward.graph.output_node().args[0]
+        if again is not None:
+            self._made_again[number] = again, _names(modules)
+        self._put(number, modules)
+        self._most_saved = max(self._most_saved, len(outputs) - modules.returned - modules.sizes + 1)
+        self._note_inputs()
+        return number
+
+    def _put(self, number: int, modules: Modules) -> _Version:
         outputs: Any = modules.forward.graph.output_node().args[0]
         if number == 0:
             self._told = len(outputs)
@@ -706,10 +736,24 @@ class Exchange:
             saved.meta.pop("val", None)
         with real_tensors():
             mark = torch.tensor(number, device="cpu")
-        self._versions.append((_Runner(modules.forward), _Runner(modules.backward), mark))
-        self._most_saved = max(self._most_saved, len(outputs) - modules.returned - modules.sizes + 1)
-        self._note_inputs()
-        return number
+        version = self._versions[number] = _Runner(modules.forward), _Runner(modules.backward), mark
+        ready = [one for one in self._versions if one in self._made_again]
+        for one in ready[: max(0, len(ready) - MOST_VERSIONS)]:
+            del self._versions[one]
+        return version
+
+    def _version(self, number: int) -> _Version:
+        """One that is kept, or made again."""
+        if number in self._versions:
+            found = self._versions[number] = self._versions.pop(number)
+            return found
+        again, names = self._made_again[number]
+        modules = again()
+        if _names(modules) != names:  # a backward may wait for what a forward of the first has saved
+            raise RuntimeError(
+                "a schedule was lowered again, and came out otherwise: this is a defect of lightning_remat"
+            )
+        return self._put(number, modules)
 
     def noted_by(self, metadata: Any) -> None:
         """What AOTAutograd will ask at run time of the first version is to hold for all versions."""
@@ -721,7 +765,7 @@ class Exchange:
 
     def forward(self, args: list[Any]) -> tuple[Any, ...]:
         """The current version's forward."""
-        run, _, number = self._versions[self.current]
+        run, _, number = self._version(self.current)
         outputs = run(args, self.observe)
         given = _Outputs((*outputs[: self._returned], number, *outputs[self._returned :]))
         given.told = self._told
@@ -737,13 +781,11 @@ class Exchange:
     def _backward(self, number: int) -> _Runner:
         """The next backward of a version."""
         unread, self.unread = self.unread, frozenset()
-        run = self._versions[number][1]
-        if not unread:
-            return run
-        if (number, unread) not in self._fewer:
+        run = self._version(number)[1]
+        if unread and unread not in run.without:
             module = self.without(run.module, unread)
-            self._fewer[number, unread] = run if module is run.module else _Runner(module)
-        return self._fewer[number, unread]
+            run.without[unread] = run if module is run.module else _Runner(module)
+        return run.without[unread] if unread else run
 
 
 Partition = Callable[..., Modules]

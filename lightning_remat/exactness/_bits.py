@@ -42,7 +42,13 @@ def differing(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float | None
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return plain(tensor).reshape(-1).view(torch.uint8)
+    return _flat(tensor).view(torch.uint8)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The values in one dimension; a single one of an expanded tensor may have a stride of 0, with which it has no bytes."""
+    flat = plain(tensor).reshape(-1)
+    return flat.as_strided(flat.shape, (1,))
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,7 +57,7 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     It is a tensor itself, on the tensor's device: nothing waits for it. Numbers that differ belong to bits that differ, and
     bits that differ almost never have the same number.
     """
-    data = plain(tensor).reshape(-1)
+    data = _flat(tensor)
     if data.device.type != "cpu":
         return sum_of_words(data)
     found = hashlib.blake2b(data.view(torch.uint8).numpy().data, digest_size=8).digest()

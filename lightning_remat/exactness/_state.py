@@ -50,7 +50,7 @@ class State:
                 devices.add(thing.device)
                 if thing.is_leaf:
                     self._leaves.append((thing, thing.grad, thing.requires_grad))
-            undo = _undo(thing)
+            undo = undoing(thing)
             if undo is not None:
                 self._undo.append(undo)
         self._undo += [_random_of_process(), *map(_random_of_device, devices)]
@@ -87,24 +87,25 @@ def _parts(thing: Any) -> Iterable[Any]:
     if isinstance(thing, (dict, list, tuple, set, frozenset, collections.deque)):
         if len(thing) > MOST_ENTERED:
             return ()
-        own = [vars(thing)] if hasattr(thing, "__dict__") and not _is_foreign(thing) else []
+        own = [vars(thing)] if hasattr(thing, "__dict__") and not is_foreign(thing) else []
         return [*own, *(thing.values() if isinstance(thing, dict) else thing)]
     if isinstance(thing, torch.Tensor) or not hasattr(thing, "__dict__"):
         return ()
-    return (vars(thing),) if isinstance(thing, torch.nn.Module) or not _is_foreign(thing) else ()
+    return (vars(thing),) if isinstance(thing, torch.nn.Module) or not is_foreign(thing) else ()
 
 
-def _is_foreign(thing: Any) -> bool:
-    return type(thing).__module__.partition(".")[0] in _FOREIGN
+def is_foreign(thing: Any) -> bool:
+    """Whether what an object holds is none of the user's state: it is not entered, unless it is a module."""
+    return isinstance(thing, _CLOSED) or type(thing).__module__.partition(".")[0] in _FOREIGN
 
 
 @functools.singledispatch
-def _undo(_thing: Any) -> Undo | None:
+def undoing(_thing: Any) -> Undo | None:
     """What puts a thing back as it is now; ``None`` for what does not change by itself."""
     return None
 
 
-@_undo.register
+@undoing.register
 def _(thing: torch.Tensor) -> Undo | None:
     if torch.nn.parameter.is_lazy(thing) or thing.device.type == "meta" or thing.layout is not torch.strided:
         return None
@@ -117,7 +118,7 @@ def _(thing: torch.Tensor) -> Undo | None:
     return undo
 
 
-@_undo.register
+@undoing.register
 def _(thing: dict) -> Undo:  # type: ignore[type-arg]
     kept = list(thing.items())
     kind = (
@@ -134,8 +135,8 @@ def _(thing: dict) -> Undo:  # type: ignore[type-arg]
     return undo
 
 
-@_undo.register(list)
-@_undo.register(collections.deque)
+@undoing.register(list)
+@undoing.register(collections.deque)
 def _(thing: Any) -> Undo:
     kept = list(thing)
 
@@ -146,7 +147,7 @@ def _(thing: Any) -> Undo:
     return undo
 
 
-@_undo.register
+@undoing.register
 def _(thing: set) -> Undo:  # type: ignore[type-arg]
     kept = set(thing)
 
@@ -157,7 +158,7 @@ def _(thing: set) -> Undo:  # type: ignore[type-arg]
     return undo
 
 
-@_undo.register
+@undoing.register
 def _(thing: np.ndarray) -> Undo:
     kept = thing.copy()
 
@@ -168,23 +169,23 @@ def _(thing: np.ndarray) -> Undo:
     return undo
 
 
-@_undo.register
+@undoing.register
 def _(thing: torch.Generator) -> Undo:
     return functools.partial(thing.set_state, thing.get_state())
 
 
-@_undo.register
+@undoing.register
 def _(thing: np.random.Generator) -> Undo:
     kept = copy.deepcopy(thing.bit_generator.state)
     return lambda: setattr(thing.bit_generator, "state", kept)
 
 
-@_undo.register(random.Random)
+@undoing.register(random.Random)
 def _(thing: random.Random) -> Undo:
     return functools.partial(thing.setstate, thing.getstate())
 
 
-@_undo.register
+@undoing.register
 def _(thing: np.random.RandomState) -> Undo:
     return functools.partial(thing.set_state, thing.get_state())
 

@@ -15,8 +15,7 @@ import torch
 import torch.fx
 from torch.fx.node import map_arg
 
-from lightning_remat.capture._joint import is_tensor
-from lightning_remat.capture._layouts import real_layout
+from lightning_remat.capture import is_tensor, real_layout
 from lightning_remat.capture._torch import OpOverload, with_fakes
 
 Node = torch.fx.Node

@@ -186,3 +186,14 @@ class Plan:
             footprint=Footprint.from_dict(footprint) if footprint is not None else None,
         )
         return cls(graph=graph, **values)
+
+
+def with_beside(plan: Plan, nbytes: int, budget_bytes: int = 0) -> Plan:
+    """The plan where so many more bytes are held all through the step, and its budget is larger by ``budget_bytes``."""
+    return dataclasses.replace(
+        plan,
+        graph=plan.graph.replace(resident_bytes=plan.graph.resident_bytes + nbytes),
+        budget_bytes=plan.budget_bytes + budget_bytes,
+        predicted_peak_bytes=plan.predicted_peak_bytes + nbytes,
+        baseline_peak_bytes=plan.baseline_peak_bytes + nbytes,
+    )

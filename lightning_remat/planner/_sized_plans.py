@@ -4,20 +4,22 @@ Sizes are rounded up to a grid, and a plan is made at a point of the grid: its s
 rounded up to it. Whether it fits is not inferred from that: for every new set of sizes, each schedule at hand is simulated
 with the exact bytes of every tensor, and the one that takes least is verified (`lightning_remat.schedule.verify`). Where one
 at hand adds next to nothing, none is made for that point of the grid. Times and workspaces are those measured at a point of
-the grid above.
+the grid above. What is kept for each set of sizes are a few numbers; the graph is written out again where somebody asks for the
+plan.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from lightning_remat.allocator import Footprint
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.errors import InfeasibleBudgetError, ScheduleError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._plan import Plan
+from lightning_remat.planner._recent import MOST, Recent
 from lightning_remat.schedule import Schedule, simulate, verify
 from lightning_remat.solvers import Problem, Status
 from lightning_remat.solvers._registry import ANY_ORDER
@@ -27,6 +29,15 @@ STEPS_A_DOUBLING = 4
 
 SHARED = 0.02
 """Overhead up to which a plan at hand is taken where there is none for the point of the grid."""
+
+MOST_SIZES = MOST
+"""Sizes for which it is kept what runs at them."""
+
+MOST_POINTS = 512
+"""Points of the grid whose costs are kept."""
+
+MOST_PLANS = 64
+"""Plans of one graph after which a point of the grid is planned only if none at hand, of any point, fits its own budget."""
 
 Sizes = tuple[int, ...]
 
@@ -38,17 +49,69 @@ def rounded_up(size: int, most: int | None = None) -> int:
     return found if most is None else max(size, min(found, most))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Costs:
+    """Of every op at a point of the grid, in the captured order.
+
+    Attributes:
+        seconds, workspace_bytes: one an op.
+        real_bytes: see `CapturedGraph.taking`.
+        device: where they were measured.
+    """
+
+    seconds: tuple[float, ...]
+    workspace_bytes: tuple[int, ...]
+    real_bytes: Mapping[int, int]
+    device: str
+
+    @classmethod
+    def of(cls, captured: CapturedGraph) -> Costs:
+        """Those of a graph."""
+        ops = captured.graph.ops
+        return cls(
+            tuple(op.seconds for op in ops),
+            tuple(op.workspace_bytes for op in ops),
+            captured.real_bytes,
+            captured.graph.device,
+        )
+
+    def put_on(self, captured: CapturedGraph) -> CapturedGraph:
+        """The graph at other sizes, with these costs."""
+        graph = captured.graph.with_costs(self.seconds, self.workspace_bytes).replace(device=self.device)
+        return dataclasses.replace(captured, graph=graph).taking(self.real_bytes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class SizedPlan:
     """What runs at one set of sizes.
 
     Attributes:
         number: of the plan whose schedule it is.
-        plan: that schedule, at these sizes.
+        made: that plan.
+        sizes: the sizes.
+        costs: what ops are taken to cost at them.
+        resident_bytes: of the graph at these sizes.
+        budget_bytes, predicted_peak_bytes, predicted_seconds, baseline_peak_bytes, baseline_seconds, footprint: see `Plan`.
+        as_made: the plan was made for these sizes.
     """
 
     number: int
-    plan: Plan
+    made: Plan
+    sizes: Sizes
+    costs: Costs
+    budget_bytes: int
+    resident_bytes: int
+    predicted_peak_bytes: int
+    predicted_seconds: float
+    baseline_peak_bytes: int
+    baseline_seconds: float
+    footprint: Footprint | None
+    as_made: bool = False
+
+    @property
+    def overhead(self) -> float:
+        """See `Plan.overhead`."""
+        return self.predicted_seconds / self.baseline_seconds - 1.0 if self.baseline_seconds > 0 else 0.0
 
 
 class SizedPlans:
@@ -59,6 +122,7 @@ class SizedPlans:
         number, plan: the plan that was made for it.
         shared: whether a plan may be used beyond its own point of the grid: where a budget is so many bytes, not a share of
             something that depends on the sizes.
+        share: the budget for a floor and a baseline, in bytes, where it is a share; 0 where none is known.
         measure: the same graph with costs.
         surround: a captured graph with what lies around it; the flag says whether random ops are evaluated again.
         make: plans a captured graph; gives the plan its number.
@@ -72,6 +136,7 @@ class SizedPlans:
         plan: Plan,
         *,
         shared: bool,
+        share: Callable[[int, int], int],
         measure: Callable[[CapturedGraph], CapturedGraph],
         surround: Callable[[CapturedGraph, bool], ComputationGraph],
         make: Callable[[CapturedGraph], tuple[int, Plan]],
@@ -79,13 +144,16 @@ class SizedPlans:
     ) -> None:
         self._limits = captured.size_limits()
         self._measure, self._surround, self._make, self._shared = measure, surround, make, shared
-        self._allocated = allocated
+        self._allocated, self._share = allocated, share
+        self._captured = captured
         corner = tuple(captured.sizes.values[symbol] for symbol in captured.symbols)
-        self._costs: dict[Sizes, CapturedGraph] = {corner: captured}
+        self._costs: Recent[Sizes, Costs] = Recent(MOST_POINTS)
+        self._costs[corner] = Costs.of(captured)
         self._plans: dict[int, tuple[Sizes, Plan]] = {number: (corner, plan)}
-        self._known: dict[Sizes, SizedPlan] = {}
-        self._impossible: set[Sizes] = set()  # points of the grid for which there is no plan within the budget
+        self._known: Recent[Sizes, SizedPlan] = Recent(MOST_SIZES)
+        self._impossible: Recent[Sizes, None] = Recent()  # points of the grid with no plan within the budget
         self._most_bytes: int | None = None
+        self._written: tuple[SizedPlan, Plan] | None = None
 
     def at(self, sizes: Sizes) -> SizedPlan:
         """What to run at these sizes.
@@ -93,9 +161,20 @@ class SizedPlans:
         Raises:
             InfeasibleBudgetError: where no schedule was found that fits.
         """
-        if sizes not in self._known:
-            self._known[sizes] = self._found(sizes)
-        return self._known[sizes]
+        known = self._known.get(sizes)
+        if known is None:
+            known = self._known[sizes] = self._found(sizes)
+        return known
+
+    def plan(self, sized: SizedPlan) -> Plan:
+        """The whole plan, with the graph at these sizes."""
+        if sized.as_made:
+            return sized.made
+        if self._written is None or self._written[0] is not sized:
+            exact = sized.costs.put_on(self._captured.at(sized.sizes))
+            graph = self._surround(exact, sized.made.rematerializes).replace(resident_bytes=sized.resident_bytes)
+            self._written = sized, _moved(sized, graph)  # the one that was asked for last
+        return self._written[1]
 
     def come_down(self, budget_bytes: int) -> None:
         """From now on nothing that takes more than this will do."""
@@ -103,82 +182,135 @@ class SizedPlans:
         self._known.clear()
         self._impossible.clear()
 
+    def take(self, plans: Mapping[int, Plan]) -> None:
+        """What lies around the graph has changed, and with it these plans: what was chosen for sizes is chosen anew."""
+        self._plans = {number: (sizes, plans.get(number, plan)) for number, (sizes, plan) in self._plans.items()}
+        self._known.clear()
+        self._impossible.clear()
+
     def _found(self, sizes: Sizes) -> SizedPlan:
         corner = tuple(rounded_up(size, most) for size, most in zip(sizes, self._limits, strict=True))
-        exact = next(iter(self._costs.values())).at(sizes)
+        exact = self._captured.at(sizes)
         above = [one for one in self._costs if all(a >= b for a, b in zip(one, corner, strict=True))]
         if self._shared and above and corner not in above:
-            found = self._best(exact, self._costs[min(above, key=math.prod)], corner)
-            if found is not None and found.plan.overhead <= SHARED:
+            costs = self._costs.get(min(above, key=math.prod))
+            assert costs is not None
+            found = self._best(exact, costs, corner, sizes)
+            if found is not None and found.overhead <= SHARED:
                 return found
-        costs = self._costs_at(corner, exact)
-        found = self._best(exact, costs, corner)
+        costs = self._costs_at(corner)
         planned = any(made_for == corner for made_for, _ in self._plans.values())
-        if found is not None and (planned or found.plan.overhead <= SHARED):
+        enough = not planned and len(self._plans) >= MOST_PLANS
+        found = self._best(exact, costs, corner, sizes, anywhere=enough)
+        if found is not None and (planned or enough or found.overhead <= SHARED):
             return found
         if corner not in self._impossible:
             try:
-                self._plan(corner, costs)
+                self._plan(corner, costs.put_on(self._captured.at(corner)))
             except InfeasibleBudgetError:
-                self._impossible.add(corner)
-            found = self._best(exact, costs, corner)
-        return found or self._plan(sizes, _with_costs_of(exact, costs))
+                self._impossible[corner] = None
+            found = self._best(exact, costs, corner, sizes)
+        return found or self._own(sizes, costs) or self._plan(sizes, costs.put_on(exact))
 
-    def _costs_at(self, corner: Sizes, exact: CapturedGraph) -> CapturedGraph:
-        if corner not in self._costs:
-            self._costs[corner] = self._measure(exact.at(corner))
-        return self._costs[corner]
+    def _costs_at(self, corner: Sizes) -> Costs:
+        known = self._costs.get(corner)
+        if known is None:
+            known = self._costs[corner] = Costs.of(self._measure(self._captured.at(corner)))
+        return known
 
     def _plan(self, sizes: Sizes, captured: CapturedGraph) -> SizedPlan:
         number, plan = self._make(captured)
         self._plans[number] = sizes, plan
-        return SizedPlan(number, plan)
+        return _as_made(number, plan, sizes, Costs.of(captured))
 
-    def _best(self, exact: CapturedGraph, costs: CapturedGraph, corner: Sizes) -> SizedPlan | None:
-        """The fastest of the schedules at hand that fit at these sizes."""
-        exact = _with_costs_of(exact, costs)
-        found: list[tuple[float, int, ComputationGraph]] = []
+    def _own(self, sizes: Sizes, costs: Costs) -> SizedPlan | None:
+        """A plan that was made for these sizes within what there is now."""
+        most = math.inf if self._most_bytes is None else self._most_bytes
         for number, (made_for, plan) in self._plans.items():
-            if self._shared or made_for == corner:
-                graph = self._surround(exact, plan.rematerializes)
-                timeline = simulate(graph, plan.schedule)
-                if timeline.peak_bytes <= self._budget(plan):
-                    found.append((timeline.seconds, number, graph))
-        for seconds, number, graph in sorted(found, key=lambda one: one[:2]):
-            _, plan = self._plans[number]
-            try:
-                peak = verify(graph, plan.schedule, self._budget(plan))
-            except ScheduleError:  # it writes over something of the same shape, which is not so at these sizes
-                continue
-            fits, footprint = self._allocated(graph, plan.schedule, self._budget(plan))
-            if fits:
-                return SizedPlan(number, dataclasses.replace(_moved(plan, graph, peak, seconds), footprint=footprint))
+            if made_for == sizes and plan.budget_bytes <= most:
+                return _as_made(number, plan, sizes, costs)
         return None
 
-    def _budget(self, plan: Plan) -> int:
-        return plan.budget_bytes if self._most_bytes is None else min(plan.budget_bytes, self._most_bytes)
+    def _best(
+        self, exact: CapturedGraph, costs: Costs, corner: Sizes, sizes: Sizes, *, anywhere: bool = False
+    ) -> SizedPlan | None:
+        """The fastest of the schedules at hand that fit at these sizes; ``anywhere``: those of other points too."""
+        exact = costs.put_on(exact)
+        found: list[tuple[float, int, ComputationGraph, int]] = []
+        elsewhere = self._budget_at(exact) if anywhere and not self._shared else 0
+        for number, (made_for, plan) in self._plans.items():
+            here = self._shared or made_for in (corner, sizes)
+            if here or anywhere:
+                graph = self._surround(exact, plan.rematerializes)
+                budget = self._budget(plan.budget_bytes if here else elsewhere)
+                timeline = simulate(graph, plan.schedule)
+                if timeline.peak_bytes <= budget:
+                    found.append((timeline.seconds, number, graph, budget))
+        for seconds, number, graph, budget in sorted(found, key=lambda one: one[:2]):
+            _, plan = self._plans[number]
+            try:
+                peak = verify(graph, plan.schedule, budget)
+            except ScheduleError:  # it writes over something of the same shape, which is not so at these sizes
+                continue
+            fits, footprint = self._allocated(graph, plan.schedule, budget)
+            if fits:
+                problem = Problem(graph)
+                baseline = problem.evaluate(problem.captured)
+                return SizedPlan(
+                    number=number,
+                    made=plan,
+                    sizes=sizes,
+                    costs=costs,
+                    budget_bytes=budget,
+                    resident_bytes=graph.resident_bytes,
+                    predicted_peak_bytes=peak,
+                    predicted_seconds=seconds,
+                    baseline_peak_bytes=baseline.peak_bytes,
+                    baseline_seconds=baseline.seconds,
+                    footprint=footprint,
+                )
+        return None
+
+    def _budget(self, budget_bytes: int) -> int:
+        return budget_bytes if self._most_bytes is None else min(budget_bytes, self._most_bytes)
+
+    def _budget_at(self, exact: CapturedGraph) -> int:
+        """The budget of a step at these sizes: a share of what rematerialization can save there."""
+        graph = self._surround(exact, False)
+        problem = Problem(graph)
+        return self._share(graph.floor_bytes, problem.evaluate(problem.captured).peak_bytes)
 
 
-def _with_costs_of(exact: CapturedGraph, costs: CapturedGraph) -> CapturedGraph:
-    graph = exact.graph.with_costs(
-        [op.seconds for op in costs.graph.ops], [op.workspace_bytes for op in costs.graph.ops]
+def _as_made(number: int, plan: Plan, sizes: Sizes, costs: Costs) -> SizedPlan:
+    return SizedPlan(
+        number=number,
+        made=plan,
+        sizes=sizes,
+        costs=costs,
+        budget_bytes=plan.budget_bytes,
+        resident_bytes=plan.graph.resident_bytes,
+        predicted_peak_bytes=plan.predicted_peak_bytes,
+        predicted_seconds=plan.predicted_seconds,
+        baseline_peak_bytes=plan.baseline_peak_bytes,
+        baseline_seconds=plan.baseline_seconds,
+        footprint=plan.footprint,
+        as_made=True,
     )
-    return dataclasses.replace(exact, graph=graph.replace(device=costs.graph.device)).taking(costs.real_bytes)
 
 
-def _moved(plan: Plan, graph: ComputationGraph, peak: int, seconds: float) -> Plan:
+def _moved(sized: SizedPlan, graph: ComputationGraph) -> Plan:
     """The plan's schedule at other sizes: the bound is that no schedule is faster than the step without rematerialization."""
-    problem = Problem(graph)
-    baseline = problem.evaluate(problem.captured)
-    optimal = not plan.rematerializes
+    optimal = not sized.made.rematerializes
     return dataclasses.replace(
-        plan,
+        sized.made,
         graph=graph,
-        predicted_peak_bytes=peak,
-        predicted_seconds=seconds,
-        baseline_peak_bytes=baseline.peak_bytes,
-        baseline_seconds=baseline.seconds,
+        budget_bytes=sized.budget_bytes,
+        predicted_peak_bytes=sized.predicted_peak_bytes,
+        predicted_seconds=sized.predicted_seconds,
+        baseline_peak_bytes=sized.baseline_peak_bytes,
+        baseline_seconds=sized.baseline_seconds,
         status=Status.OPTIMAL if optimal else Status.FEASIBLE,
-        lower_bound_seconds=seconds if optimal else baseline.seconds,
+        lower_bound_seconds=sized.predicted_seconds if optimal else sized.baseline_seconds,
         bound_scope=ANY_ORDER,
+        footprint=sized.footprint,
     )

@@ -15,7 +15,6 @@ import math
 import operator
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -44,10 +43,11 @@ from lightning_remat.planner._device_memory import DeviceAllocator, DeviceMemory
 from lightning_remat.planner._late import with_late_gradients
 from lightning_remat.planner._make import FOR_ONCE, UNPLANNED, AtHand, Progress, make_plan, unplanned
 from lightning_remat.planner._moving import MovingBuffers
-from lightning_remat.planner._plan import Plan
+from lightning_remat.planner._plan import Plan, with_beside
 from lightning_remat.planner._plan_cache import PlanCache, fingerprint
+from lightning_remat.planner._recent import Recent
 from lightning_remat.planner._search import Search
-from lightning_remat.planner._sized_plans import SizedPlans, rounded_up
+from lightning_remat.planner._sized_plans import SizedPlan, SizedPlans, rounded_up
 from lightning_remat.planner._surroundings import Surroundings, Weights, replay_bytes
 from lightning_remat.planner._together import Part, kept_bytes, plan_together, with_outside
 from lightning_remat.schedule import Schedule
@@ -140,6 +140,7 @@ class _Graph:
         accumulator: takes its gradients as they are made, where it may.
         dropped: by the outputs that a backward does not come through, the gradients that are none then.
         unread: by the same outputs, the tangents that are none.
+        crowded: more is held beside it than when it was planned.
     """
 
     captured: CapturedGraph
@@ -156,8 +157,9 @@ class _Graph:
     sized: SizedPlans | None = None
     stays: bool = False
     whole: bool = True
-    dropped: dict[frozenset[int], frozenset[int]] = dataclasses.field(default_factory=dict)
-    unread: dict[frozenset[int], frozenset[str]] = dataclasses.field(default_factory=dict)
+    dropped: Recent[frozenset[int], frozenset[int]] = dataclasses.field(default_factory=Recent)
+    unread: Recent[frozenset[int], frozenset[str]] = dataclasses.field(default_factory=Recent)
+    crowded: bool = False
 
 
 _Path = tuple[_Graph, ...]
@@ -215,7 +217,6 @@ class ScheduledStep:
         self.plans: list[Plan] = []
         self.failures: list[str] = []
         self.runs: list[int] = []
-        self.last_plan: Plan | None = None
         self.planning_seconds = 0.0
         self._surroundings = surroundings or Surroundings
         self._on_plan = on_plan
@@ -235,16 +236,21 @@ class ScheduledStep:
         self._batch: frozenset[int] = frozenset()  # ids of the present call's tensors
         self._graphs: list[_Graph] = []
         self._limit: int | None = None  # a budget that was come down to
-        self._fits_anyway: dict[Shapes, int] = {}  # with the largest plan of their call
-        self._captures: Counter[Shapes] = Counter()
+        budget = parse_budget(config.budget)
+        self._asked = int(budget.value or 0) if budget.kind is BudgetKind.SIZE else None
+        self._last: Plan | tuple[SizedPlans, SizedPlan] | None = None
+        # What there is one for each set of shapes: of those that came last.
+        self._fits_anyway: Recent[Shapes, int] = Recent()  # with the largest plan of their call
+        self._captures: Recent[Shapes, int] = Recent()
+        self._captured_sets = 0
         self._cost_cache = CostCache()
         self._plan_cache = PlanCache()
         self._call: list[tuple[_Graph, int]] = []  # graphs that the present call has run so far, and their plans
         self._captured_now: list[int] = []  # plans of what the present call has captured, old ones too
         # Plans that were made for a call as a whole: by its shapes and graphs so far, that of the last of these graphs.
         self._together: dict[tuple[Shapes, _Path], int] = {}
-        self._settled: set[tuple[Shapes, _Path]] = set()  # whole calls that have been looked at
-        self._joint_plans: Counter[Shapes] = Counter()
+        self._settled: Recent[tuple[Shapes, _Path], None] = Recent()  # whole calls that have been looked at
+        self._joint_plans: Recent[Shapes, int] = Recent()
         self._search: tuple[Search, _Graph] | None = None
         self._to_search: list[_Graph] = []
         self._nodes: set[Any] = set()  # of autograd's graph, made by the present call's graphs
@@ -252,7 +258,7 @@ class ScheduledStep:
         self._symbolic: Callable[..., Any] | None = internals.compile_frame(
             function, self._symbolic_backend, self._tracing, symbolic=True
         )
-        self._static_shapes: dict[Shapes, None] = {}
+        self._static_shapes: Recent[Shapes, None] = Recent()
         self._floats = internals.VaryingFloats()
         self._left: dict[int, Any] = {}  # what the user has compiled, and tracing has met
         self._told_compiled = False
@@ -322,6 +328,14 @@ class ScheduledStep:
             None,
         )
 
+    @property
+    def last_plan(self) -> Plan | None:
+        """The plan that ran last, of several in one call the one with the largest peak; ``None`` before the first."""
+        if isinstance(self._last, tuple):
+            plans, sized = self._last
+            return plans.plan(sized)
+        return self._last
+
     def _in_parts(self) -> bool:
         """Whether the present call has run several graphs, or one that has no plan within the budget as it came."""
         return len(self._call) > 1 or any(FOR_ONCE in self.plans[number].notes for _, number in self._call)
@@ -354,18 +368,19 @@ class ScheduledStep:
             log.info("%s fits as it is: nothing is swapped in for these shapes", self.name or "the step")
         elif len(self._call) == 1 and self.config.background and self._call[0][0].sized is None:
             self._to_search.append(self._call[0][0])
-        self._captures[shapes] += 1
-        if sum(self._captures.values()) == MANY_CAPTURES:
+        self._captures[shapes] = captures = (self._captures.get(shapes) or 0) + 1
+        self._captured_sets += 1
+        if self._captured_sets == MANY_CAPTURES:
             log.warning(
                 "%s was captured for %d different sets of shapes, which takes time: pad batches to fewer sizes if you can",
                 self.name or "the step",
                 MANY_CAPTURES,
             )
-        if self._captures[shapes] > MOST_CAPTURES:
+        if captures > MOST_CAPTURES:
             condition = internals.recapture_reason(self._began)
             words = f"this did not hold at last: {condition}" if condition else "such as a Python number"
             self._give_up(
-                f"it was captured {self._captures[shapes]} times for the same shapes, because it depends on a value that "
+                f"it was captured {captures} times for the same shapes, because it depends on a value that "
                 f"changes from call to call ({words}); pass such a value as a tensor, or read it outside"
             )
 
@@ -385,8 +400,11 @@ class ScheduledStep:
         self, shapes: Shapes, leaves: Sequence[torch.Tensor]
     ) -> tuple[Callable[..., Any], list[tuple[torch.Tensor, tuple[int, ...]]]]:
         """What runs a call, captured for its shapes alone, or once many were seen with symbols; tensors and dims for these."""
+        if shapes in self._static_shapes or self._symbolic is None:
+            self._static_shapes[shapes] = None
+            return self._static, []
         alike = [known for known in self._static_shapes if _alike_but_for_sizes(known, shapes)]
-        if shapes in alike or self._symbolic is None or len(alike) < STATIC_CAPTURES:
+        if len(alike) < STATIC_CAPTURES:
             self._static_shapes[shapes] = None
             return self._static, []
         return self._symbolic, list(zip(leaves, _varying(shapes, alike), strict=True))
@@ -398,7 +416,7 @@ class ScheduledStep:
             self._without_symbols(
                 "it is captured as several graphs" if len(graphs) > 1 else "its sizes are not symbolic"
             )
-        elif self.leave_alone and _fits_as_it_is(self.last_plan):
+        elif self.leave_alone and isinstance(self._last, tuple) and _fits_as_it_is(self._last[1]):
             self._fits_anyway[shapes] = self._call[0][1]
 
     def _without_symbols(self, reason: str) -> None:
@@ -452,9 +470,8 @@ class ScheduledStep:
         Raises:
             InfeasibleBudgetError: when what ran cannot do with less.
         """
-        numbers = [number for _, number in self._call] or [
-            number for shapes, number in self._fits_anyway.items() if shapes == self._shapes
-        ]
+        plain = self._fits_anyway.get(self._shapes)
+        numbers = [number for _, number in self._call] or ([plain] if plain is not None else [])
         if self._gave_up or not numbers:
             return None
         ran = [self.last_plan] if self._call and self.last_plan is not None else [self.plans[n] for n in numbers]
@@ -488,6 +505,54 @@ class ScheduledStep:
             plan_again()
         return budget_bytes
 
+    def make_room(self, nbytes: int) -> bool:
+        """Count so many more bytes that are held on the device all through every step, and plan again where there is no room.
+
+        A budget that is a share, or ``"min"``, is the larger for them.
+
+        Returns:
+            Whether there is room; if not, they are not counted. (Where a call is several graphs, or has symbolic sizes, that is
+            not known before the next call, which raises `InfeasibleBudgetError` if there is none.)
+        """
+        problems = [(graph, graph.problem, graph.buffers.planned_bytes) for graph in self._graphs]
+        self._count(nbytes)
+        try:
+            if len(self._call) == 1:
+                self._plan_again(self._call[0][0])
+        except InfeasibleBudgetError:
+            self._count(-nbytes)
+            for graph, problem, planned_bytes in problems:
+                graph.problem, graph.buffers.planned_bytes, graph.crowded = problem, planned_bytes, False
+            return False
+        return True
+
+    def _count(self, nbytes: int) -> None:
+        """So much more is held beside all graphs."""
+        larger = nbytes if self._limit is None and not self._fixed else 0
+        for graph in self._graphs:
+            graph.around = dataclasses.replace(graph.around, resident_bytes=graph.around.resident_bytes + nbytes)
+            graph.problem = graph.problem.replace(resident_bytes=graph.problem.resident_bytes + nbytes)
+            graph.crowded = True
+        owners = {number: graph for graph in self._graphs for number in graph.versions}
+        for number, graph in owners.items():
+            plan = with_beside(self.plans[number], nbytes, larger)
+            _, footprint = self._as_allocated(graph.memory, plan.graph, plan.schedule, plan.budget_bytes)
+            plan = dataclasses.replace(plan, footprint=footprint)
+            if self._last is self.plans[number]:
+                self._last = plan
+            self.plans[number] = plan
+        for graph in self._graphs:
+            if graph.sized is not None:
+                graph.sized.take({number: self.plans[number] for number in graph.versions})
+        self._together.clear()
+        self._settled.clear()
+        self._joint_plans.clear()
+
+    @property
+    def _fixed(self) -> bool:
+        """Whether the budget is so many bytes, not a share of something that depends on the step."""
+        return parse_budget(self.config.budget).kind in (BudgetKind.AUTO, BudgetKind.SIZE)
+
     def _come_down(self, budget_bytes: int) -> None:
         self._limit = budget_bytes
         for graph in self._graphs:
@@ -497,11 +562,11 @@ class ScheduledStep:
         self._together.clear()
         self._settled.clear()
         self._joint_plans.clear()
-        self._fits_anyway = {
-            shapes: number
-            for shapes, number in self._fits_anyway.items()
-            if shapes != self._shapes and self.plans[number].baseline_peak_bytes * EAGER_EXTRA <= budget_bytes
-        }
+        self._fits_anyway.keep(
+            lambda shapes, number: (
+                shapes != self._shapes and self.plans[number].baseline_peak_bytes * EAGER_EXTRA <= budget_bytes
+            )
+        )
 
     def _plan_again(self, graph: _Graph, *, part: bool = False) -> None:
         """A plan for a graph within the budget that was come down to, or with room for what is copied, if its own has not.
@@ -510,7 +575,7 @@ class ScheduledStep:
         """
         plan = self.plans[graph.plan]
         copies = 0 if self.agreement is not None else graph.buffers.unplanned_bytes
-        limit = plan.budget_bytes if self._limit is None and copies else self._limit
+        limit = plan.budget_bytes if self._limit is None and (copies or graph.crowded) else self._limit
         if graph.sized is not None or graph.stays or limit is None or plan.predicted_peak_bytes + copies <= limit:
             return  # plans for symbolic sizes are chosen for each call
         graph.problem = graph.problem.replace(resident_bytes=graph.problem.resident_bytes + copies)
@@ -536,7 +601,10 @@ class ScheduledStep:
             return
         graph.plan = self._add_plan(made, graph, graph.captured)
         log.info(
-            "%s, %s: %s", self.name or "captured graph", "with copies" if copies else "within less", made.summary()
+            "%s, %s: %s",
+            self.name or "captured graph",
+            "with copies" if copies or graph.crowded else "within less",
+            made.summary(),
         )
 
     # -- better plans -------------------------------------------------------------------------------------------------
@@ -550,17 +618,28 @@ class ScheduledStep:
             InfeasibleBudgetError: when the graphs do not fit together; the next such call raises it again.
         """
         if self._needs_one_plan(shapes, path):
-            if self._joint_plans[shapes] < MOST_PATHS:
-                self._plan_path(shapes, path)
-            elif self._joint_plans[shapes] == MOST_PATHS:
+            paths = self._joint_plans.get(shapes) or 0
+            if paths < MOST_PATHS:
+                self._plan_within_what_is_left(shapes, path)
+            elif paths == MOST_PATHS:
                 log.warning(
                     "%s is captured as more than %d different sequences of graphs: the others are not planned as a whole, "
                     "and may run over the budget",
                     self.name or "the step",
                     MOST_PATHS,
                 )
-            self._joint_plans[shapes] += 1
-        self._settled.add((shapes, path))
+            self._joint_plans[shapes] = paths + 1
+        self._settled[shapes, path] = None
+
+    def _plan_within_what_is_left(self, shapes: Shapes, path: _Path) -> None:
+        """Plan a path; where one of its graphs ran out of memory and came down to too little for all, within the smallest."""
+        try:
+            self._plan_path(shapes, path)
+        except InfeasibleBudgetError as error:
+            if self._limit is None or (self._asked is not None and error.smallest_bytes > self._asked):
+                raise
+            self._come_down(error.smallest_bytes)
+            self._plan_path(shapes, path)
 
     def _needs_one_plan(self, shapes: Shapes, path: _Path) -> bool:
         """Whether what the graphs of a call run, each planned as it came, may be other than what a plan for all of them is."""
@@ -589,7 +668,7 @@ class ScheduledStep:
             self._together = {
                 key: number for key, number in self._together.items() if not _begins_alike(key, shapes, path)
             }
-            self._settled = {key for key in self._settled if not _begins_alike(key, shapes, path)}
+            self._settled.keep(lambda key, _: not _begins_alike(key, shapes, path))
         except ScheduleError as error:
             self._refused(parts[0].graph, str(error), "its graphs keep the plans that were made for each")
             return
@@ -677,7 +756,8 @@ class ScheduledStep:
         self.plans.append(plan)
         self.runs.append(0)
         number = len(self.plans) - 1
-        graph.versions[number] = graph.exchange.add(lower(captured, plan.schedule))
+        schedule = plan.schedule
+        graph.versions[number] = graph.exchange.add(lower(captured, schedule), lambda: lower(captured, schedule))
         graph.buffers.add(number, captured, plan.schedule)
         self._allocator.arrange(plan.footprint, captured.device)
         if self._on_plan is not None:
@@ -811,12 +891,12 @@ class ScheduledStep:
             number, plan = self._plan_of(graph, args)
             graph.exchange.current = graph.versions[number]
             self.runs[number] += 1
-            if (
-                not self._call
-                or self.last_plan is None
-                or plan.predicted_peak_bytes >= self.last_plan.predicted_peak_bytes
-            ):
-                self.last_plan = plan
+            last = self._last[1] if isinstance(self._last, tuple) else self._last
+            if not self._call or last is None or plan.predicted_peak_bytes >= last.predicted_peak_bytes:
+                if not isinstance(plan, SizedPlan):
+                    self._last = plan
+                elif graph.sized is not None:
+                    self._last = graph.sized, plan
             self._call.append((graph, number))
             copies = graph.buffers.copies(args, number, self.runs[number], self._batch)
             compare = graph.buffers.watch(args, copies, self.name or "captured graph")
@@ -832,19 +912,26 @@ class ScheduledStep:
 
         return run
 
-    def _plan_of(self, graph: _Graph, args: Sequence[Any]) -> tuple[int, Plan]:
+    def _plan_of(self, graph: _Graph, args: Sequence[Any]) -> tuple[int, Plan | SizedPlan]:
         """What of a graph runs now: a plan for its sizes, or one for calls that begin as this one, or its own."""
         if graph.sized is not None:
             started = time.monotonic()
             sized = graph.sized.at(tuple(int(args[i]) for i in graph.arguments))
             self.planning_seconds += time.monotonic() - started
-            return sized.number, sized.plan
+            return sized.number, sized
         path = (*(one for one, _ in self._call), graph)
         number = self._together.get((self._shapes, path))
         if number is None:
             self._plan_again(graph, part=bool(self._call) or not graph.whole)
             number = graph.plan
         return number, self.plans[number]
+
+    def _share(self, floor_bytes: int, baseline_bytes: int) -> int:
+        """The budget of a step, where it is a share; 0 where it is not known before something is solved."""
+        budget = parse_budget(self.config.budget)
+        if budget.kind is not BudgetKind.SHARE:
+            return 0
+        return budget.resolve(floor_bytes, baseline_bytes, int, int)
 
     def _sized_plans(self, graph: _Graph, captured: CapturedGraph, weights: Weights, number: int) -> SizedPlans:
         replayed = replay_bytes(captured)
@@ -869,7 +956,8 @@ class ScheduledStep:
             captured,
             number,
             self.plans[number],
-            shared=parse_budget(self.config.budget).kind in (BudgetKind.AUTO, BudgetKind.SIZE),
+            shared=self._fixed,
+            share=self._share,
             measure=measure,
             surround=surround,
             make=make,
@@ -897,14 +985,16 @@ class ScheduledStep:
                 "fails, and later calls run as before; compute such a penalty inside of what is captured, where it is "
                 "planned too"
             )
-        if unused not in graph.dropped:
-            captured = graph.captured
-            graph.dropped[unused] = captured.gradients_without(unused) if unused else frozenset()
-            graph.unread[unused] = captured.tangents_of(unused) if unused else frozenset()
-        graph.exchange.dropped, graph.exchange.unread = graph.dropped[unused], graph.unread[unused]
+        dropped = graph.dropped.get(unused)
+        if dropped is None:
+            dropped = graph.dropped[unused] = graph.captured.gradients_without(unused) if unused else frozenset()
+        unread = graph.unread.get(unused)
+        if unread is None:
+            unread = graph.unread[unused] = graph.captured.tangents_of(unused) if unused else frozenset()
+        graph.exchange.dropped, graph.exchange.unread = dropped, unread
         if graph.accumulator is not None:
             gradients = graph.captured.gradient_arguments
-            graph.accumulator.begin(added, {gradients[i] for i in graph.dropped[unused]})
+            graph.accumulator.begin(added, {gradients[i] for i in dropped})
         if internals.needs_kept(node):
             self._give_up(
                 "two backwards come through one captured graph, each from a part of its outputs (such as one generated batch "
@@ -1057,8 +1147,8 @@ class ScheduledStep:
         )
 
 
-def _fits_as_it_is(plan: Plan | None) -> bool:
-    return plan is not None and plan.baseline_peak_bytes * EAGER_EXTRA <= plan.budget_bytes
+def _fits_as_it_is(plan: Plan | SizedPlan) -> bool:
+    return plan.baseline_peak_bytes * EAGER_EXTRA <= plan.budget_bytes
 
 
 def _begins_alike(key: tuple[Shapes, _Path], shapes: Shapes, path: _Path) -> bool:

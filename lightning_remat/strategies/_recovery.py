@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import logging
 from collections.abc import Callable
@@ -14,12 +15,13 @@ import torch
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.memory import is_oom_error
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from lightning_remat.callbacks.module_state import ModuleState
 from lightning_remat.callbacks.remat import RematCallback
 from lightning_remat.callbacks.training_step import TrainingStep
 from lightning_remat.errors import ConfigError, InfeasibleBudgetError
+from lightning_remat.strategies._undo import StepState, Undo
 
 log = logging.getLogger(__name__)
 
@@ -34,15 +36,25 @@ OPTIMIZER_ADVICE = (
     "lightning_remat: this happened in the optimizer's step, which may have changed some parameters already: it cannot be "
     "repeated. Give RematCallback a smaller budget, or reserve=... the bytes that the optimizer takes for a moment."
 )
+LOST_ADVICE = (
+    "lightning_remat: the step cannot be repeated: for the first time it has changed {names}, of which there is no copy. Go on "
+    "from a checkpoint with a smaller budget. (What a step has changed once is copied before each later one.)"
+)
+DOUBTFUL_ADVICE = (
+    "lightning_remat: the step was repeated, and the second time it has changed {names}, of which there is no copy: the first "
+    "time it may have done so too. Go on from a checkpoint with a smaller budget, and change such a tensor under "
+    "torch.no_grad() rather than through .data, which leaves no trace."
+)
 
 
 @dataclasses.dataclass
 class _Step:
     """What is needed to run a training step once more."""
 
-    run: Callable[[], Any]
-    state: ModuleState
+    run: functools.partial[Any]
+    state: StepState
     retries: int
+    error: RuntimeError | None = None  # that it was repeated for
 
 
 class Recovering(Strategy):
@@ -59,18 +71,20 @@ class Recovering(Strategy):
         self._options = options
         self._remat: RematCallback | None = None
         self._running: _Step | None = None
+        self._undo: Undo | None = None
+        self._room = 0  # bytes of copies that plans count
         self._in_closure = False
 
     @property
     def reserved_bytes(self) -> int:
-        """What this keeps on the device to undo a step."""
-        assert self.lightning_module is not None
-        return ModuleState(self.lightning_module, self.root_device).nbytes
+        """What this keeps on the device to undo a step, as far as is known; for what comes up later, room is made then."""
+        self._room = max(self._room, self._undoing().nbytes if self._may_repeat() else 0)
+        return self._room
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
-        self._running, self.recoveries = None, 0
+        self._running, self._undo, self._room, self.recoveries = None, None, 0, 0
         if trainer.state.fn != "fit":
             return
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
@@ -87,6 +101,11 @@ class Recovering(Strategy):
             )
 
     @override
+    def teardown(self) -> None:
+        super().teardown()
+        self._running = self._undo = None  # copies are let go
+
+    @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._running = None
         training_step = self._remat.training_step if self._remat is not None else None
@@ -95,12 +114,10 @@ class Recovering(Strategy):
             training_step.guard = self._repeating
         return super().training_step(*args, **kwargs)
 
-    def _repeating(self, run: Callable[[], Any]) -> Any:
+    def _repeating(self, run: functools.partial[Any]) -> Any:
         """The forward of a step, as often as it takes. (Within that of DDP: what DDP does before is done once.)"""
-        module = self.lightning_module
-        assert module is not None
-        if self._running is None:
-            self._running = _Step(run, ModuleState(module, self.root_device), self.retries)
+        if self._running is None and self._may_repeat():
+            self._running = _Step(run, self._undoing().begin((run.args, run.keywords)), self.retries)
         while True:
             try:
                 return run()
@@ -112,20 +129,27 @@ class Recovering(Strategy):
 
     @override
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        gradients = self._gradients()
+        gradients, hooks = self._gradients(), self._hooks_since_the_forward()
+        marks = self._running.state.marks() if self._running is not None and hooks else []
         while True:
             try:
-                return super().backward(closure_loss, optimizer, *args, **kwargs)
+                closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+                break
             except RuntimeError as error:
                 if not self._can_repeat(error) or not self._restore(gradients):
                     raise
+                assert self._running is not None
+                go_on = self._running.state.taken_down(marks) if hooks else lambda: None
                 closure_loss.detach_()  # whoever else holds it does not hold what it was computed from
                 tighten = self._prepare(error)
             tighten()
             accumulated: int = self.lightning_module.trainer.accumulate_grad_batches  # type: ignore[union-attr]
             loss = ClosureResult.from_training_step_output(self._again(), accumulated).closure_loss
             assert loss is not None
+            go_on()
             closure_loss = loss
+        self._step_has_ended()
+        return closure_loss
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -145,16 +169,65 @@ class Recovering(Strategy):
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
+    def _hooks_since_the_forward(self) -> bool:
+        """Whether hooks that are not repeated may have changed something between a forward and its backward (an EMA, say)."""
+        module = self.lightning_module
+        assert module is not None
+        hooked = [module, *module.trainer.callbacks]  # type: ignore[attr-defined]
+        zeroes = is_overridden("optimizer_zero_grad", module)
+        return zeroes or any(is_overridden("on_before_zero_grad", one) for one in hooked)
+
+    def _may_repeat(self) -> bool:
+        return self.retries > 0 and self.lightning_module is not None and self.lightning_module.automatic_optimization
+
+    def _undoing(self) -> Undo:
+        if self._undo is None:
+            assert self.lightning_module is not None
+            self._undo = Undo(self.lightning_module, self.root_device)
+        return self._undo
+
     def _can_repeat(self, error: RuntimeError) -> bool:
         step = self._running
         automatic = self.lightning_module is not None and self.lightning_module.automatic_optimization
-        if not is_out_of_memory(error) or step is None or not automatic or self._remat is None:
+        if not is_out_of_memory(error) or not automatic or self._remat is None:
             return False
-        if step.retries == 0 or self._remat.training_step is None:
+        if step is None and self.retries > 0:
+            return False
+        if step is None or step.retries == 0 or self._remat.training_step is None:
             error.add_note(ADVICE)
             return False
+        lost = step.state.lost()
+        if lost:
+            error.add_note(LOST_ADVICE.format(names=step.state.names(lost)))
+            return False
         step.retries -= 1
+        step.error = error
         return True
+
+    def _step_has_ended(self) -> None:
+        """Before the optimizer: see what the step has changed, and have room for the copies of it."""
+        step, self._running = self._running, None
+        if step is None or self._undo is None:
+            return
+        if step.error is not None and (doubtful := step.state.doubtful()):
+            step.error.add_note(DOUBTFUL_ADVICE.format(names=step.state.names(doubtful)))
+            raise step.error
+        self._undo.learn(step.state)
+        missing = self._undo.nbytes - self._room
+        scheduled = (
+            self._remat.training_step.scheduled if self._remat is not None and self._remat.training_step else None
+        )
+        if missing <= 0 or scheduled is None:
+            return
+        if scheduled.make_room(missing):
+            self._room += missing
+        else:
+            self._undo.keep_on_host()
+            log.warning(
+                "What each step changes is copied, so that it can be repeated; there is no room for %s more bytes within the "
+                "budget: they are kept in host memory. Give a larger budget, or Trainer(strategy='auto').",
+                f"{missing:,}",
+            )
 
     def _prepare(self, error: RuntimeError) -> Callable[[], None]:
         """Release what the step held, and put its state back; what is returned plans it again."""

@@ -16,9 +16,9 @@ from lightning_remat.strategies._recovery import RETRIES, Recovering
 class RematStrategy(Recovering, SingleDeviceStrategy):
     """One device, on which a training step that runs out of memory is planned again, within less, and repeated.
 
-    An out-of-memory error inside forward or backward does not end the run: no parameter has changed by then. What the step
-    held is released, random state and buffers are put back, and the step is planned within a tighter budget and run again,
-    with the same bits as if nothing had happened. That is done a bounded number of times; then, and for an error in the
+    An out-of-memory error inside forward or backward does not end the run: the optimizer has changed nothing by then. What the
+    step held is released, what it has changed is put back, and it is planned within a tighter budget and run again, with the
+    same bits as if nothing had happened. That is done a bounded number of times; then, and for an error in the
     optimizer's step, the original error comes out, with advice.
 
     Works with the `RematCallback` of the Trainer, and adds one with these options where there is none.

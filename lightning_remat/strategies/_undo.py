@@ -1,0 +1,215 @@
+"""What undoes a training step: copies of everything at first, then of what steps were seen to change."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+
+from lightning_remat.callbacks.module_state import Held, Known, ModuleState, nbytes_on, on_host, written_once
+from lightning_remat.exactness import digest, is_out_of_memory, same_bits
+
+SHOWN = 3
+"""Names of tensors that a message has room for."""
+
+
+@dataclasses.dataclass
+class _Copied:
+    """A tensor that is copied before each step.
+
+    Attributes:
+        nbytes: that its copy takes on the device.
+        memory: of the copy.
+        on_host: the copy is in host memory.
+    """
+
+    nbytes: int
+    memory: torch.Tensor | None = None
+    on_host: bool = False
+
+
+class Undo:
+    """Takes down what a step may change, and learns what that is.
+
+    In the first step all that it may change is copied to host memory. When the step (forward and backward) has ended, before
+    the optimizer, all is compared bit by bit with these copies (a change through ``.data`` leaves no other trace), and from
+    then on only what has changed is copied, on its own device. The same is done once more when the optimizer has changed
+    the parameters: a teacher that begins as a copy of the student does not move before. What changes later for the first time
+    is noticed by its address and version, and copied from then on.
+
+    Args:
+        module: whose step it is.
+        device: where it runs.
+    """
+
+    def __init__(self, module: pl.LightningModule, device: torch.device) -> None:
+        self._module, self._device = module, device
+        self._copied: dict[Hashable, _Copied] = {}  # by place
+        self._known = Known(entered=set())
+        self._everything = self._unknown = True
+        self._untrained: Trained | None = None
+        self._unknown_bytes = nbytes_on(device, module.buffers())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the copies take on the device between steps; before a step has ended, as if it were all buffers."""
+        if self._unknown:
+            return self._unknown_bytes
+        return sum(one.nbytes for one in self._copied.values() if not one.on_host)
+
+    def begin(self, batch: Any) -> StepState:
+        """Take down what a step on this batch may change."""
+        if self._unknown:
+            self._untrained = self._untrained or Trained(self._module)
+        elif self._untrained is not None and self._untrained.has_changed():
+            self._everything, self._untrained = True, None
+        known = None if self._everything else self._known
+        return StepState(self._everything, self._module, self._device, batch, copy=self._copy, known=known)
+
+    def learn(self, state: StepState) -> None:
+        """A step has ended: what it has changed, compared with how it began, is copied from now on."""
+        for held in state.changed():
+            nbytes = nbytes_on(self._device, [held.tensor])
+            self._copied.setdefault(held.place, _Copied(nbytes, on_host=nbytes == 0))
+        if state.everything:
+            assert self._known.entered is not None
+            self._known.entered |= state.lively()
+            self._everything = self._unknown = False
+
+    def keep_on_host(self) -> None:
+        """Copies that were not begun yet are kept in host memory: the device has no room for them."""
+        for one in self._copied.values():
+            one.on_host = one.on_host or one.memory is None
+
+    def _copy(self, held: Held) -> torch.Tensor | None:
+        if self._everything:
+            return on_host(held)
+        known = self._copied.get(held.place)
+        if known is None:
+            return None
+        now = written_once(held.tensor.detach())
+        memory = known.memory
+        if memory is None or (memory.shape, memory.dtype) != (now.shape, now.dtype):
+            known.memory = None
+            memory = known.memory = _memory(now, known)
+            known.nbytes = nbytes_on(self._device, [memory])
+        return memory.copy_(now, non_blocking=True)
+
+
+def _memory(like: torch.Tensor, known: _Copied) -> torch.Tensor:
+    if not known.on_host:
+        try:
+            return torch.empty_like(like)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            known.on_host = True
+    return torch.empty_like(like, device="cpu", pin_memory=like.device.type == "cuda")
+
+
+class Trained:
+    """Whether the parameters that are trained are other ones than when this was made."""
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        trained = (one for one in module.parameters() if one.requires_grad and not nn.parameter.is_lazy(one))
+        self._parameters = [one for one in trained if not hasattr(one, "__tensor_flatten__")]
+        self._marks, self._digests = self._now()
+
+    def has_changed(self) -> bool:
+        """Looks at their contents only if they were written to."""
+        if [_mark(one) for one in self._parameters] == self._marks:
+            return False
+        before, (self._marks, now) = self._digests, self._now()
+        return any(not torch.equal(one, other) for one, other in zip(before, now, strict=True))
+
+    def _now(self) -> tuple[list[tuple[int, int]], list[torch.Tensor]]:
+        with torch.no_grad():
+            return [_mark(one) for one in self._parameters], [digest(one) for one in self._parameters]
+
+
+class StepState(ModuleState):
+    """What undoes one step, and what it has changed so far.
+
+    Attributes:
+        everything: all that the step may change is copied.
+    """
+
+    def __init__(self, everything: bool, module: pl.LightningModule, *args: Any, **options: Any) -> None:
+        super().__init__(module, *args, **options)
+        self._module, self.everything = module, everything
+        self._marks = self.marks()
+        self._digests: dict[int, torch.Tensor] | None = None
+
+    def changed(self) -> list[Held]:
+        """What is not as it was; where not everything is copied, as far as can be told without a look at contents."""
+        found = self._seen_to_change()
+        if self.everything:
+            found |= {i for i in self.copied if self.is_moved(i) or not self._has_kept_its_bits(i)}
+        return [self.tensors[i] for i in sorted(found)]
+
+    def lost(self) -> list[Held]:
+        """What has changed and is not copied."""
+        return [self.tensors[i] for i in sorted(self._seen_to_change() - self.copied)]
+
+    def restore(self) -> None:
+        """Put all of it back. From now on changes of what is not copied are found even if they leave no trace."""
+        super().restore()
+        if self._digests is None:
+            rest = (i for i in range(len(self.tensors)) if i not in self.copied)
+            self._digests = {i: digest(self.tensors[i].tensor) for i in rest}
+
+    def doubtful(self) -> list[Held]:
+        """What is not copied, and was changed without a trace by the repeated step: perhaps by the one before it as well."""
+        seen, digests = self._seen_to_change(), self._digests or {}
+        rest = ((i, before) for i, before in digests.items() if i not in seen)
+        return [self.tensors[i] for i, before in rest if not torch.equal(digest(self.tensors[i].tensor), before)]
+
+    def marks(self) -> list[tuple[int, int]]:
+        """Where every tensor lies now, and how often it was written to."""
+        return [_mark(held.tensor) for held in self.tensors]
+
+    def taken_down(self, marks: Sequence[tuple[int, int]]) -> Callable[[], None]:
+        """What is as ``marks`` has it, as it is now: what this returns gives the same to what is otherwise by then."""
+        here = {i: on_host(self.tensors[i]) for i in self.copied if _mark(self.tensors[i].tensor) == marks[i]}
+        values = self.values()
+
+        def give() -> None:
+            with torch.no_grad():
+                for i, copy in here.items():
+                    now = written_once(self.tensors[i].tensor.detach())
+                    if not same_bits(now.cpu(), copy):
+                        now.copy_(copy)
+            for container, earlier in values:
+                container.update(earlier)
+
+        return give
+
+    def names(self, tensors: Sequence[Held]) -> str:
+        """Some of these, for people."""
+        parts = itertools.chain(self._module.named_parameters(), self._module.named_buffers())
+        known = {id(tensor): name for name, tensor in parts}
+        words = [
+            known.get(id(one.tensor), "a tensor of the batch" if one.given else _described(one)) for one in tensors
+        ]
+        return ", ".join(words[:SHOWN]) + (f" and {len(words) - SHOWN} more" if len(words) > SHOWN else "")
+
+    def _has_kept_its_bits(self, index: int) -> bool:
+        return same_bits(written_once(self.tensors[index].tensor.detach()).cpu(), self.copy_of(index))
+
+    def _seen_to_change(self) -> set[int]:
+        return {i for i, mark in enumerate(self._marks) if _mark(self.tensors[i].tensor) != mark}
+
+
+def _mark(tensor: torch.Tensor) -> tuple[int, int]:
+    """Where a tensor lies, and how often it was written to, as far as autograd knows."""
+    return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
+
+
+def _described(held: Held) -> str:
+    name = held.place[1] if isinstance(held.place, tuple) else held.place
+    return f"a tensor of shape {tuple(held.tensor.shape)} that the module holds under {name!r}"
