@@ -103,7 +103,12 @@ class NumpyConstant(VariableTracker):
 
     tp_getattro_impl = var_getattr  # torch 2.14's name for it
 
+    def call_obj_hasattr(self, tx: Any, name: str) -> Any:
+        return VariableTracker.build(tx, hasattr(self.value, name))
+
     def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name == "__iter__":  # how torch 2.12 asks for what `tp_iter_impl` gives
+            return VariableTracker.build(tx, tuple(self.unpack_var_sequence(tx))).call_method(tx, name, args, kwargs)
         found = _computed(tx, getattr(self.value, name), args, kwargs) if name in _METHODS else None
         return super().call_method(tx, name, args, kwargs) if found is None else found
 
