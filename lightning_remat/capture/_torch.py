@@ -1352,7 +1352,8 @@ def _quiet_dynamo() -> Iterator[None]:
 def _dynamo_loggers(_known: int) -> list[logging.Logger]:
     """Dynamo's loggers; looked up again when there are more loggers than there were."""
     loggers = logging.getLogger().manager.loggerDict.items()
-    return [one for name, one in loggers if name.startswith("torch._dynamo") and isinstance(one, logging.Logger)]
+    its = ("torch._dynamo", "torch._subclasses.fake_tensor")  # the second, since torch 2.14, of an op that raises
+    return [one for name, one in loggers if name.startswith(its) and isinstance(one, logging.Logger)]
 
 
 @contextlib.contextmanager
