@@ -425,3 +425,32 @@ def test_a_number_that_the_backward_asks_for_is_not_taken_for_a_constant() -> No
         found.append(list(seen))
     assert_same(found[:3], found[3:])
     assert [one for one in caught if "which returns a number" in str(one.message)]
+
+
+class Logits(nn.Module):
+    """Returns more than its loss; the backward of the loss has effects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.second(Look.apply(self.first(x)).tanh())
+        return logits.t().square().mean() + logits.logsumexp(0).mean(), logits
+
+
+def test_in_a_backward_that_does_not_come_through_all_outputs() -> None:
+    torch.manual_seed(0)
+    eager = Logits()
+    other = copy.deepcopy(eager)
+    step: Any = rematerialize(other, budget=1.0, cost_model="unit", solver="greedy", time_limit=0.05)
+    told_of = []
+    for run in (eager, step):
+        seen.clear()
+        torch.manual_seed(1)
+        for _ in range(2):
+            run(torch.randn(4, 8))[0].backward()
+        told_of.append(list(seen))
+    assert len(told_of[0]) == 6 and told_of[0] == told_of[1]
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(eager.parameters(), other.parameters(), strict=True))
+    assert step.scheduled.runs == [2] and not step.scheduled.failures

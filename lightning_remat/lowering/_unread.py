@@ -71,7 +71,6 @@ class _Without:
         for node in reversed(list(self.graph.nodes)):
             if node in self.none and node.op == "call_function" and not node.users:
                 self.graph.erase_node(node)
-        self.graph.eliminate_dead_code()
 
     def _leave_out(self, node: Node) -> None:
         """A sum of a gradient and nothing is the gradient. (Other ops take zeros for nothing in eager mode too.)"""
