@@ -96,6 +96,8 @@ class _Without:
     def _lay_out(self, node: Node) -> None:
         """What a node whose inputs have other layouts gives now."""
         before = node.meta.get("val")
+        if node.meta.get("remat_handed_over"):  # added to what is there, whose layout it takes
+            return
         if node.target is operator.getitem:
             source, index = node.args
             value = source.meta["val"][index]  # type: ignore[union-attr]
