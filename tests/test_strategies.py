@@ -15,7 +15,7 @@ from torch import nn
 from lightning_remat.callbacks import RematCallback
 from lightning_remat.callbacks.module_state import ModuleState
 from lightning_remat.errors import ConfigError
-from lightning_remat.strategies import RematDDPStrategy, RematStrategy
+from lightning_remat.strategies import RematDDPStrategy, RematStrategy, _undo
 from tests.helpers.failing import failing
 from tests.helpers.training import Classifier, Validated, assert_same, callback, fit, loader, trainer
 
@@ -377,6 +377,13 @@ def copied_bytes(make: Callable[[], Any]) -> int:
     return sum(one.nbytes for one in (*module.teacher.parameters(), *module.buffers()))
 
 
+@pytest.fixture
+def memory_of_its_own(monkeypatch):
+    """The device is taken for one beside which there is host memory."""
+    monkeypatch.setattr(_undo, "is_host", lambda _device: False)
+
+
+@pytest.mark.usefixtures("memory_of_its_own")
 def test_only_what_a_step_changes_is_copied_and_the_plan_counts_it(monkeypatch):
     copied: list[int] = []
     own = ModuleState.__init__
@@ -394,6 +401,13 @@ def test_only_what_a_step_changes_is_copied_and_the_plan_counts_it(monkeypatch):
     assert remat.plan.predicted_peak_bytes == plain.plan.predicted_peak_bytes + strategy.reserved_bytes
 
 
+def test_on_a_cpu_the_plan_counts_all_copies():
+    remat = callback(1.0, measure=True)
+    fit(Taught, remat, strategy=RematStrategy(), train=lambda: loader(48))
+    assert remat.plan.predicted_peak_bytes * 0.9 < remat.measured_peak_bytes <= remat.plan.predicted_peak_bytes * 1.01
+
+
+@pytest.mark.usefixtures("memory_of_its_own")
 @pytest.mark.parametrize("room", [True, False])
 def test_a_plan_makes_room_for_copies_if_it_can(room, caplog):
     smallest = callback("min", solver="greedy", time_limit=1.0)

@@ -57,7 +57,9 @@ class Undo:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the copies take on the device between steps; before a step has ended, as if it were all buffers."""
+        """Bytes that the copies take on the device between steps; before a step has ended, as if it were all buffers, and on a
+        CPU, whose memory is the host's, all that is copied then.
+        """
         if self._unknown:
             return self._unknown_bytes
         return sum(one.nbytes for one in self._copied.values() if not one.on_host)
@@ -69,7 +71,11 @@ class Undo:
         elif self._untrained is not None and self._untrained.has_changed():
             self._everything, self._untrained = True, None
         known = None if self._everything else self._known
-        return StepState(self._everything, self._module, self._device, batch, copy=self._copy, known=known)
+        state = StepState(self._everything, self._module, self._device, batch, copy=self._copy, known=known)
+        if self._unknown and is_host(self._device):
+            copies = [*(held.tensor for held in state.tensors), torch.get_rng_state()]
+            self._unknown_bytes = nbytes_on(self._device, copies)
+        return state
 
     def learn(self, state: StepState) -> None:
         """A step has ended: what it has changed, compared with how it began, is copied from now on."""
@@ -99,6 +105,11 @@ class Undo:
             memory = known.memory = _memory(now, known)
             known.nbytes = nbytes_on(self._device, [memory])
         return memory.copy_(now, non_blocking=True)
+
+
+def is_host(device: torch.device) -> bool:
+    """Whether what is in host memory takes that of the device."""
+    return device.type == "cpu"
 
 
 def _memory(like: torch.Tensor, known: _Copied) -> torch.Tensor:
