@@ -6,7 +6,6 @@ from lightning_remat.capture._call import OpCall, Source, TensorSpec, same_devic
 from lightning_remat.capture._versions import Unavailable, unknown_torch
 
 if TYPE_CHECKING or not unknown_torch():
-    from lightning_remat.capture import _torch
     from lightning_remat.capture._autocast import Autocast
     from lightning_remat.capture._compiled import is_compiled
     from lightning_remat.capture._effects import name_assertions, stays
@@ -24,7 +23,6 @@ __all__ = [
     "OpCall",
     "Source",
     "TensorSpec",
-    "_torch",
     "from_joint",
     "is_compiled",
     "is_tensor",

@@ -1,4 +1,4 @@
-"""Every private torch import of the project. Tried on torch 2.14.1 and 2.13.0 (Python 3.11) and 2.11.0 (Python 3.12).
+"""Every private torch import of the project. Tried on torch 2.15.0, 2.14.1 and 2.13.0 (Python 3.11) and 2.11.0 (Python 3.12).
 
 ``_versions`` lists all the names, and looks them up before this is imported.
 
@@ -54,6 +54,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import inspect
 import logging
 import math
 import operator
@@ -1018,12 +1019,15 @@ def _name_of(source: Source) -> str:
 def _formatting_as_python_does() -> Iterator[None]:
     """A symbolic float in an f-string is formatted when the step runs (Dynamo forgets the format)."""
     own = InstructionTranslatorBase._format_value
+    make: Callable[..., VariableTracker] = StringFormatVariable.create
+    asks_for_translator = "tx" in inspect.signature(make).parameters  # since torch 2.15
 
     def format_value(translator: InstructionTranslatorBase, spec: VariableTracker, flags: int) -> None:
         value = translator.stack[-1].realize()
         if isinstance(value, SymNodeVariable) and isinstance(value.sym_num, torch.SymFloat):
             form = "{:" + spec.as_python_constant() + "}"
-            translator.stack[-1] = StringFormatVariable.create(form, [value], {})
+            first = (translator,) if asks_for_translator else ()
+            translator.stack[-1] = make(*first, form, [value], {})
         else:
             own(translator, spec, flags)
 

@@ -16,7 +16,7 @@ import torch
 import lightning_remat
 from lightning_remat.errors import CaptureError
 
-RELEASES = ("2.11", "2.12", "2.13", "2.14")
+RELEASES = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """Releases of torch that the package was run with."""
 
 NAMES = {
