@@ -25,7 +25,7 @@ from lightning_remat.callbacks.training_data import TrainingData
 from lightning_remat.callbacks.training_step import TrainingStep
 from lightning_remat.errors import ConfigError, GraphError, InfeasibleBudgetError
 from lightning_remat.measure import held_bytes, track_peak
-from lightning_remat.planner import AtHand, BatchSizes, Plan, RematConfig, RematWarning, is_compiled
+from lightning_remat.planner import AtHand, BatchSizes, Plan, RematConfig, RematWarning, is_compiled, unknown_torch
 from lightning_remat.report import format_bytes
 
 log = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class RematBatchSizeFinder(Callback):
                 "RematBatchSizeFinder tries training steps, and with manual optimization these change parameters: set the "
                 "batch size by hand, or use automatic optimization"
             )
-        if is_compiled(pl_module.training_step):
+        if not unknown_torch() and is_compiled(pl_module.training_step):
             raise ConfigError(
                 "the training step was compiled with torch.compile, and cannot be planned: give fit() the plain module, or set "
                 "the batch size by hand"
@@ -193,6 +193,9 @@ class RematBatchSizeFinder(Callback):
         self.found = None
         if getattr(trainer, "fast_dev_run", False):
             rank_zero_warn("fast_dev_run: no batch size is looked for", category=RematWarning)
+            return
+        if unknown_torch():  # the callback says why
+            rank_zero_warn("nothing can be planned on this torch: no batch size is looked for", category=RematWarning)
             return
         remat = _remat_callback(trainer)
         assert remat is not None

@@ -36,7 +36,7 @@ from lightning_remat.callbacks.training_step import TrainingStep
 from lightning_remat.errors import ConfigError
 from lightning_remat.exactness import CheckReport
 from lightning_remat.measure import PeakMemory, track_peak
-from lightning_remat.planner import AtHand, Plan, RematWarning, ScheduledStep, is_compiled
+from lightning_remat.planner import AtHand, Plan, RematWarning, ScheduledStep, is_compiled, unknown_torch
 
 DDP_SETTLES = 2
 """Steps after which DDP has made its buckets anew, in the order in which gradients come: not steps like the others."""
@@ -242,6 +242,9 @@ class RematCallback(Callback):
         self._over = False
         self._batches, self._told, self.check_report = 0, False, None
         self._folder = plan_folder(trainer)
+        if why := unknown_torch():
+            rank_zero_warn(why, category=RematWarning)
+            return None
         if "dataloader_iter" in inspect.signature(module.training_step).parameters:
             rank_zero_warn(
                 "training_step takes a dataloader_iter: the step is not one function of a batch, and runs as before, "

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-from torch.autograd import profiler as autograd_profiler
+from lightning_remat.capture import _torch as internals
 
 
 def profiler_running() -> bool:
     """Whether a torch profiler records on this thread."""
-    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+    return internals.profiling()
 
 
 def profiler_in_use() -> bool:
@@ -21,9 +20,7 @@ def profiler_in_use() -> bool:
     The second kind matters: to start another profiler while one warms up crashes the process. There is no public way to
     ask; but a profiler that has been set up and not yet left is among those that count steps.
     """
-    steps: Mapping[str, int] = getattr(autograd_profiler.KinetoStepTracker, "_step_dict", {})
-    recording: bool = getattr(autograd_profiler, "_is_profiler_enabled", False)  # on any thread
-    return recording or profiler_running() or "ProfilerStep" in steps
+    return profiler_running() or internals.profiling_anywhere() or "ProfilerStep" in internals.profilers_counting()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The project's own exceptions. Each message says what was given, what is accepted and what to do."""
+"""The project's own exceptions, and its warning. Each message says what was given, what is accepted and what to do."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ class CaptureError(RematError, RuntimeError):
 
 class ConfigError(RematError, ValueError):
     """An unknown or malformed configuration value."""
+
+
+class RematWarning(UserWarning):
+    """Something runs without rematerialization, or otherwise not as asked; the text says why and what to do."""
 
 
 class InfeasibleBudgetError(RematError, RuntimeError):

@@ -1,12 +1,20 @@
-"""torch to computation graph."""
+"""torch to computation graph. On a torch that is not known, what captures is not there (see ``_versions``)."""
 
-from lightning_remat.capture._autocast import Autocast
+from typing import TYPE_CHECKING
+
 from lightning_remat.capture._call import OpCall, Source, TensorSpec, same_device
-from lightning_remat.capture._compiled import is_compiled
-from lightning_remat.capture._effects import name_assertions, stays
-from lightning_remat.capture._joint import CapturedGraph, from_joint, is_tensor
-from lightning_remat.capture._layouts import real_layout
-from lightning_remat.capture._ops import PARTS
+from lightning_remat.capture._versions import Unavailable, unknown_torch
+
+if TYPE_CHECKING or not unknown_torch():
+    from lightning_remat.capture._autocast import Autocast
+    from lightning_remat.capture._compiled import is_compiled
+    from lightning_remat.capture._effects import name_assertions, stays
+    from lightning_remat.capture._joint import CapturedGraph, from_joint, is_tensor
+    from lightning_remat.capture._layouts import real_layout
+    from lightning_remat.capture._ops import PARTS
+else:
+    PARTS = Autocast = CapturedGraph = _torch = from_joint = is_compiled = Unavailable(unknown_torch())
+    is_tensor = name_assertions = real_layout = stays = PARTS
 
 __all__ = [
     "PARTS",
@@ -22,4 +30,5 @@ __all__ = [
     "real_layout",
     "same_device",
     "stays",
+    "unknown_torch",
 ]

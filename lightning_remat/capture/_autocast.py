@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.fx
 
+from lightning_remat.capture._torch import enter_autocast, exit_autocast
 from lightning_remat.errors import CaptureError
 
 Node = torch.fx.Node
@@ -40,13 +41,13 @@ class Autocast:
             return cls(frozenset(dtypes), regions=1)
         depth, dtypes, regions = 0, set(), 0
         for node in module.graph.nodes:
-            if node.target is torch.amp.autocast_mode._enter_autocast:
+            if node.target is enter_autocast:
                 kind, dtype, enabled, cache = node.args
                 regions += depth == 0
                 depth += 1
                 if enabled and cache is not False:
                     dtypes.add(dtype or torch.get_autocast_dtype(kind))
-            elif node.target is torch.amp.autocast_mode._exit_autocast:
+            elif node.target is exit_autocast:
                 depth -= 1
         return cls(frozenset(dtypes), regions)
 

@@ -1,4 +1,6 @@
-"""Every private torch import of the project. Tried on torch 2.14.1 and 2.13.0 (Python 3.11) and 2.11.0 (Python 3.12).
+"""Every private torch import of the project. Tried on torch 2.15.0, 2.14.1 and 2.13.0 (Python 3.11) and 2.11.0 (Python 3.12).
+
+``_versions`` lists all the names, and looks them up before this is imported.
 
 What is used and why:
 
@@ -32,6 +34,8 @@ What is used and why:
   arguments that share memory, several of a tensor subclass, and puts others first), which output a tangent, and what is
   written back.
 * ``TracingContext``: AOTAutograd's notes on what a forward saves, which hold for its first version only (see `Exchange`).
+* ``_profiler_enabled``, and what counts the steps of profilers: only one can run (see ``_profiler``).
+* ``_enter_autocast``, ``_exit_autocast``: regions of autocast in a captured graph (see ``_autocast``).
 * ``_accelerator_setAllocatorSettings``: expandable segments are switched on while a scheduled step runs.
 * ``_dynamo.optimize``, ``compile_lock``: all that is set or replaced in torch is so only while Dynamo has a frame of ours to
   capture, and its lock is held: neither a step that runs nor what another thread captures sees any of it.
@@ -50,6 +54,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import inspect
 import logging
 import math
 import operator
@@ -105,6 +110,7 @@ from torch._inductor import config as inductor_config
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.autograd import profiler as autograd_profiler
 from torch.autograd.function import BackwardCFunction
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.sym_node import SymNode
@@ -163,6 +169,8 @@ __all__ = [
     "copied",
     "default_store",
     "dynamo_counters",
+    "enter_autocast",
+    "exit_autocast",
     "expression",
     "fake_tensors",
     "floats_as_constants",
@@ -181,6 +189,9 @@ __all__ = [
     "observed_ops",
     "on_backward",
     "output_of_tangent",
+    "profilers_counting",
+    "profiling",
+    "profiling_anywhere",
     "real_layouts",
     "real_tensors",
     "recapture_reason",
@@ -202,6 +213,9 @@ __all__ = [
 ]
 
 assert_async = torch._assert_async
+
+enter_autocast, exit_autocast = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+"""What a region of autocast is in a graph of Dynamo's: its begin, with its settings, and its end."""
 
 WITH_EFFECTS, PRINT, *_others = (
     getattr(torch.ops.higher_order, name, None)
@@ -1005,12 +1019,15 @@ def _name_of(source: Source) -> str:
 def _formatting_as_python_does() -> Iterator[None]:
     """A symbolic float in an f-string is formatted when the step runs (Dynamo forgets the format)."""
     own = InstructionTranslatorBase._format_value
+    make: Callable[..., VariableTracker] = StringFormatVariable.create
+    asks_for_translator = "tx" in inspect.signature(make).parameters  # since torch 2.15
 
     def format_value(translator: InstructionTranslatorBase, spec: VariableTracker, flags: int) -> None:
         value = translator.stack[-1].realize()
         if isinstance(value, SymNodeVariable) and isinstance(value.sym_num, torch.SymFloat):
             form = "{:" + spec.as_python_constant() + "}"
-            translator.stack[-1] = StringFormatVariable.create(form, [value], {})
+            first = (translator,) if asks_for_translator else ()
+            translator.stack[-1] = make(*first, form, [value], {})
         else:
             own(translator, spec, flags)
 
@@ -1085,8 +1102,7 @@ def set_allocator_settings(text: str) -> None:
     Raises:
         RuntimeError: for what this release of torch does not accept.
     """
-    setter = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # before torch 2.9 it was CUDA's
-    (setter or torch.cuda.memory._set_allocator_settings)(text)
+    torch._C._accelerator_setAllocatorSettings(text)
 
 
 def tensor_leaves(tree: Any) -> list[torch.Tensor]:
@@ -1499,6 +1515,21 @@ def reconstruct_copy(codegen: Any, value: Any) -> None:
     codegen.add_push_null(lambda: codegen.load_import_from("copy", "copy"))
     codegen.append_output(codegen.create_load_global(name, add=True))
     codegen.extend_output(create_call_function(1, False))
+
+
+def profiling() -> bool:
+    """Whether a torch profiler records on this thread."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+
+def profiling_anywhere() -> bool:
+    """Whether one records on any thread."""
+    return bool(getattr(autograd_profiler, "_is_profiler_enabled", False))
+
+
+def profilers_counting() -> Collection[str]:
+    """What counts the steps of torch's profilers, by name."""
+    return dict(getattr(autograd_profiler.KinetoStepTracker, "_step_dict", {}))
 
 
 _UNLIMITED = 1 << 30

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from lightning_remat.capture._torch import default_store
+from lightning_remat.capture import _torch as internals
 from lightning_remat.errors import InfeasibleBudgetError, RematError, ScheduleError
 
 log = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Agreement:
     def __init__(self, name: str, patience: float = 1800.0, store: Any = None) -> None:
         self.name = name
         self.patience = patience
-        self._store = store if store is not None else default_store()
+        self._store = store if store is not None else internals.default_store()
         self._read: Counter[str] = Counter()
 
     def once(self, question: str, answer: Callable[[], Any]) -> Any:

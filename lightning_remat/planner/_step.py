@@ -33,7 +33,14 @@ from lightning_remat.capture._joint import module_path, target_name
 from lightning_remat.capture._masks import masks_as_in_eager_mode
 from lightning_remat.capture._numpy import numpy_as_constants
 from lightning_remat.cost import CostCache, OpCost, cost_model
-from lightning_remat.errors import CaptureError, GraphError, InfeasibleBudgetError, RematError, ScheduleError
+from lightning_remat.errors import (
+    CaptureError,
+    GraphError,
+    InfeasibleBudgetError,
+    RematError,
+    RematWarning,
+    ScheduleError,
+)
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.lowering import lower, without_tangents
 from lightning_remat.planner._accumulate import Accumulator
@@ -81,10 +88,6 @@ MANY_CAPTURES = 16
 
 MOST_CAPTURES = 4
 """Captures for the same shapes before the step is taken to depend on something that always changes."""
-
-
-class RematWarning(UserWarning):
-    """Something runs without rematerialization, or otherwise not as asked; the text says why and what to do."""
 
 
 def _shapes(leaves: Sequence[torch.Tensor]) -> Shapes:

@@ -1,0 +1,151 @@
+"""Is the torch that runs one that the package knows? Its private names are listed here, and imported in ``_torch``.
+
+On a release that the package was not run with, or one where a name is gone, nothing is captured: what torch does there with
+what is replaced in it, nobody has seen, and exact bits come before memory. All else works: graphs are planned from files,
+and training runs as it would without this package.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any, NoReturn
+
+import torch
+
+import lightning_remat
+from lightning_remat.errors import CaptureError
+
+RELEASES = ("2.11", "2.12", "2.13", "2.14", "2.15")
+"""Releases of torch that the package was run with."""
+
+NAMES = {
+    "torch": "_assert _assert_async",
+    "torch._C": "DispatchKey.Autograd DispatchKey.CPU DispatchKey.CompositeImplicitAutograd DispatchKeySet "
+    "_AutoDispatchBelowAutograd _FunctionBase _accelerator_setAllocatorSettings _autograd._get_sequence_nr "
+    "_current_autograd_node _dispatch_has_kernel_for_dispatch_key _will_engine_execute_node",
+    "torch._decomp": "",
+    "torch._dynamo": "maybe_mark_dynamic optimize",
+    "torch._dynamo.backends.common": "aot_autograd",
+    "torch._dynamo.bytecode_transformation": "create_call_function",
+    "torch._dynamo.config": "accumulated_recompile_limit allow_rnn assume_static_by_default enable_dynamo_decompositions "
+    "optimize_ddp patch recompile_limit suppress_errors trace_autograd_ops trace_numpy",
+    "torch._dynamo.convert_frame": "compile_lock",
+    "torch._dynamo.eval_frame": "OptimizedModule",
+    "torch._dynamo.exc": "TensorifyScalarRestartAnalysis unimplemented",
+    "torch._dynamo.external_utils": "is_compiling",
+    "torch._dynamo.guards": "GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT install_guard",
+    "torch._dynamo.source": "AttrSource ConstantSource TensorProperty.SIZE TensorPropertySource",
+    "torch._dynamo.symbolic_convert": "InstructionTranslatorBase._format_value TensorifyState.clear "
+    "TensorifyState.should_specialize TensorifyState.specialize compare_op_handlers",
+    "torch._dynamo.utils": "counters get_compilation_metrics warn_once",
+    "torch._dynamo.variables.base": "VariableTracker.build",
+    "torch._dynamo.variables.builder": "TrackedFake VariableBuilder.wrap_symfloat",
+    "torch._dynamo.variables.builtin": "BuiltinVariable.call_function",
+    "torch._dynamo.variables.functions": "SkipFunctionVariable UserFunctionVariable",
+    "torch._dynamo.variables.lists": "BaseListVariable",
+    "torch._dynamo.variables.misc": "GetAttrVariable NumpyVariable.call_function StringFormatVariable.create",
+    "torch._dynamo.variables.nn_module": "UnspecializedNNModuleVariable",
+    "torch._dynamo.variables.tensor": "SymNodeVariable TensorVariable",
+    "torch._dynamo.variables.torch": "TorchInGraphFunctionVariable._get_handlers",
+    "torch._functorch._aot_autograd.descriptors": "GradAOTOutput InputMutationAOTOutput IntermediateBaseAOTOutput "
+    "ParamAOTInput PlainAOTInput PlainAOTOutput SubclassGetAttrAOTInput SubclassGetAttrAOTOutput",
+    "torch._functorch.config": "donated_buffer patch",
+    "torch._guards": "Source TracingContext.get",
+    "torch._inductor.config": "fallback_random patch",
+    "torch._ops": "HigherOrderOperator OpOverload",
+    "torch._refs": "",
+    "torch._subclasses.fake_tensor": "FakeTensor FakeTensorMode._dispatch_impl FakeTensorMode.cache_clear "
+    "FakeTensorMode.dispatch",
+    "torch._subclasses.functional_tensor": "FunctionalTensor FunctionalTensorMode.__torch_dispatch__",
+    "torch._utils": "is_compiling",
+    "torch.Tensor": "_backward_hooks _indices _post_accumulate_grad_hooks _values _version",
+    "torch.amp.autocast_mode": "_enter_autocast _exit_autocast",
+    "torch.autograd": "_profiler_enabled",
+    "torch.autograd.graph": "Node._sequence_nr",
+    "torch.distributed.distributed_c10d": "_get_default_store",
+    "torch.fx.experimental._config": "patch use_duck_shape",
+    "torch.fx.graph": "_BoxedCodeGen",
+    "torch.ops.aten": "_adaptive_avg_pool2d_backward.default _adaptive_avg_pool3d_backward.default _assert_async.msg "
+    "_batch_norm_with_update.default _batch_norm_with_update_functional.default _functional_assert_async.msg "
+    "_functional_assert_scalar.default _functional_sym_constrain_range.default "
+    "_functional_sym_constrain_range_for_size.default _grouped_mm.default _log_softmax.default "
+    "_log_softmax_backward_data.default _native_batch_norm_legit.default _native_batch_norm_legit.no_stats "
+    "_native_batch_norm_legit_functional.default _native_batch_norm_legit_no_training.default _safe_softmax.default "
+    "_softmax.default _softmax_backward_data.default _to_copy.default _unsafe_view.default add.Tensor._dispatch_cache "
+    "add.Tensor._op add.Tensor._op_dk add.Tensor._schema add.Tensor.py_kernels",
+    "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
+    "torch.utils._pytree": "tree_leaves tree_map_only",
+    "torch.utils._sympy.interp": "sympy_interp",
+    "torch.utils._sympy.numbers": "int_oo",
+    "torch.utils._sympy.reference": "PythonReferenceAnalysis",
+    "torch.utils._sympy.symbol": "SymT.FLOAT symbol_is_type",
+}
+"""Everything private of torch that is used, by where it is found; of ``add``, what is read of any op."""
+
+SHOWN = 4
+"""Names that a message gives."""
+
+
+def missing() -> list[str]:
+    """The private names that the torch that runs does not have; of one that is gone, nothing that was read of it."""
+    found: dict[str, None] = {}
+    for place, names in NAMES.items():
+        try:
+            home = _found(place)
+        except (ImportError, AttributeError):
+            found[place] = None
+            continue
+        for name in names.split():
+            path, owner = place, home
+            for part in name.split("."):
+                path = f"{path}.{part}"
+                if not hasattr(owner, part):
+                    found[path] = None
+                    break
+                owner = getattr(owner, part)
+    return list(found)
+
+
+def _found(place: str) -> Any:
+    """A module, or what lies in one."""
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError:
+        home, _, name = place.rpartition(".")
+        if not home:
+            raise
+        return getattr(_found(home), name)
+
+
+@functools.cache
+def unknown_torch() -> str:
+    """Why nothing is captured on the torch that runs, and what to do; "" on one that is known."""
+    release, gone, why = ".".join(torch.__version__.split(".")[:2]), missing(), []
+    if release not in RELEASES:
+        why.append("it was not run with that release")
+    if gone:
+        more = f" and {len(gone) - SHOWN} more" if len(gone) > SHOWN else ""
+        why.append(f"what it uses of torch's internals is gone there ({', '.join(gone[:SHOWN])}{more})")
+    if not why:
+        return ""
+    return (
+        f"nothing can be planned on torch {torch.__version__}, and training runs as it would without lightning_remat "
+        f"{lightning_remat.__version__}: {', and '.join(why)}. It was run with torch {', '.join(RELEASES[:-1])} and "
+        f"{RELEASES[-1]}: install one of these, or a newer lightning_remat"
+    )
+
+
+class Unavailable:
+    """In the place of what is not there on a torch that is not known."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise CaptureError(self._reason)
+
+    def __call__(self, *_args: object, **_kwargs: object) -> NoReturn:
+        raise CaptureError(self._reason)
