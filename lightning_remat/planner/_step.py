@@ -29,6 +29,7 @@ from lightning_remat.capture import PARTS, Autocast, CapturedGraph, from_joint, 
 from lightning_remat.capture import _torch as internals
 from lightning_remat.capture._checkpoints import checkpoints, refuse_other_second_evaluations
 from lightning_remat.capture._compiled import compiled_stays, is_compiled, name_of
+from lightning_remat.capture._constants import constants_are_known
 from lightning_remat.capture._joint import module_path, target_name
 from lightning_remat.capture._masks import masks_as_in_eager_mode
 from lightning_remat.capture._numpy import numpy_as_constants
@@ -773,6 +774,7 @@ class ScheduledStep:
             internals.tracing(self._dynamic_sources(), self._floats),
             masks_as_in_eager_mode(),
             numpy_as_constants(),
+            constants_are_known(),
             compiled_stays(lambda called: self._left.update({id(called): called})),
         ):
             yield
