@@ -85,7 +85,13 @@ from torch._dynamo.variables.builder import TrackedFake, VariableBuilder  # type
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
 from torch._dynamo.variables.lists import BaseListVariable
-from torch._dynamo.variables.misc import GetAttrVariable, NumpyVariable, StringFormatVariable
+from torch._dynamo.variables.misc import (
+    GetAttrVariable,
+    IgnoredFunctionVariable,
+    LoggingLoggerVariable,
+    NumpyVariable,
+    StringFormatVariable,
+)
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -134,12 +140,15 @@ __all__ = [
     "FakeTensor",
     "GetAttrVariable",
     "HigherOrderOperator",
+    "IgnoredFunctionVariable",
+    "LoggingLoggerVariable",
     "Modules",
     "NumpyVariable",
     "OpOverload",
     "OptimizedModule",
     "SkipFunctionVariable",
     "Source",
+    "StringFormatVariable",
     "TensorVariable",
     "TorchInGraphFunctionVariable",
     "UnspecializedNNModuleVariable",

@@ -32,6 +32,7 @@ from lightning_remat.capture._compiled import compiled_stays, is_compiled, name_
 from lightning_remat.capture._constants import constants_are_known
 from lightning_remat.capture._joint import module_path, target_name
 from lightning_remat.capture._masks import masks_as_in_eager_mode
+from lightning_remat.capture._messages import messages_stay
 from lightning_remat.capture._numpy import numpy_as_constants
 from lightning_remat.cost import CostCache, OpCost, cost_model
 from lightning_remat.errors import CaptureError, GraphError, InfeasibleBudgetError, RematError, ScheduleError
@@ -775,6 +776,7 @@ class ScheduledStep:
             masks_as_in_eager_mode(),
             numpy_as_constants(),
             constants_are_known(),
+            messages_stay(),
             compiled_stays(lambda called: self._left.update({id(called): called})),
         ):
             yield
