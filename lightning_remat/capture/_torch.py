@@ -75,8 +75,8 @@ from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, unimplemented
-from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import AttrSource, ConstantSource, TensorProperty, TensorPropertySource
+from torch._dynamo.guards import GuardBuilder, _get_closure_vars, install_guard
+from torch._dynamo.source import AttrSource, ConstantSource, GlobalSource, TensorProperty, TensorPropertySource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase, TensorifyState
 from torch._dynamo.symbolic_convert import compare_op_handlers as compare_handlers
 from torch._dynamo.utils import counters as dynamo_counters
@@ -84,7 +84,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import TrackedFake, VariableBuilder  # type: ignore[attr-defined]
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
-from torch._dynamo.variables.lists import BaseListVariable
+from torch._dynamo.variables.lists import BaseListVariable, TupleVariable
 from torch._dynamo.variables.misc import (
     GetAttrVariable,
     IgnoredFunctionVariable,
@@ -151,6 +151,7 @@ __all__ = [
     "StringFormatVariable",
     "TensorVariable",
     "TorchInGraphFunctionVariable",
+    "TupleVariable",
     "UnspecializedNNModuleVariable",
     "UserFunctionVariable",
     "VariableBuilder",
@@ -162,6 +163,7 @@ __all__ = [
     "aot_backend",
     "assert_async",
     "boxed",
+    "build_attribute",
     "calls_cudnn",
     "capture_failures",
     "captured_node",
@@ -175,6 +177,7 @@ __all__ = [
     "expression",
     "fake_tensors",
     "floats_as_constants",
+    "found_at",
     "free_symbols",
     "given",
     "given_now",
@@ -199,6 +202,7 @@ __all__ = [
     "runs_in_forward",
     "set_allocator_settings",
     "sizes_from_floats",
+    "source_name",
     "spaced_results",
     "substitute",
     "tensor_leaves",
@@ -1482,6 +1486,26 @@ def guard_on(source: Source, question: Callable[[torch.Tensor], bool], answer: b
         builder.get_guard_manager(guard).add_lambda_guard(check, [words], guard.user_stack)
 
     install_guard(source.make_guard(VALUE_MATCH))
+
+
+def source_name(source: Source) -> str:
+    """Where something given to the step is found, in Dynamo's words; see `found_at`."""
+    return _name_of(source)
+
+
+def found_at(place: str, arguments: Mapping[str, Any]) -> Any:
+    """What is found there among a function's arguments.
+
+    Raises:
+        NameError: for what is no argument's.
+    """
+    return eval(place, dict(_get_closure_vars()), {"L": arguments})  # an expression that Dynamo has written, as its guards are
+
+
+def build_attribute(translator: Any, owner: Any, name: str) -> Any:
+    """While Dynamo traces: an attribute of an object of ours, as an input of the step."""
+    source = AttrSource(GlobalSource(translator.output.install_global_by_id("lightning_remat", owner)), name)
+    return VariableTracker.build(translator, getattr(owner, name), source)
 
 
 def absent(source: Source, name: str) -> None:
