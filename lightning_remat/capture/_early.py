@@ -58,6 +58,7 @@ class Early:
 
     def __init__(self, function: Callable[..., Any], on_found: Callable[[torch.Tensor], None]) -> None:
         self._on_found = on_found
+        function = function.forward if isinstance(function, torch.nn.Module) else function
         self._codes = _codes(function)
         try:
             self._signature: inspect.Signature | None = inspect.signature(function)
@@ -173,9 +174,7 @@ class _Spelled(str):
 
 
 def _codes(function: Any) -> set[types.CodeType]:
-    """The code of a function, a method, or a module's forward: what runs first in a call."""
-    if isinstance(function, torch.nn.Module):
-        function = function.forward
+    """The code of a function or a method: what runs first in a call."""
     if isinstance(function, functools.partial):
         function = function.func
     code = getattr(getattr(function, "__func__", function), "__code__", None)
