@@ -1,9 +1,9 @@
 """Questions that have one answer whatever the step is given, answered while it is captured.
 
-A tensor that is made of plain numbers alone (``torch.arange(2, x.dim()).tolist()``: the dimensions to sum over), read by Python;
-what a class of torch's is called; ``torch.jit.isinstance`` of a tensor. Dynamo leaves these to Python, and the graph breaks there.
-The answer comes from the real tensors and functions, as in eager mode. What depends on anything given to the step, on random
-numbers, or was written to, is left to Dynamo.
+A tensor that is made of plain numbers alone (``torch.arange(2, x.dim()).tolist()``: the dimensions to sum over), read by
+Python; what a class of torch's is called; ``torch.jit.isinstance`` of a tensor. Dynamo leaves these to Python, and the graph
+breaks there. The answer comes from the real tensors and functions, as in eager mode. What depends on anything given to the
+step, on random numbers, or was written to, is left to Dynamo.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ def constants_are_known() -> Iterator[None]:
             return attribute(self, tx, name, args, kwargs)
         return VariableTracker.build(tx, text).call_method(tx, name, args, kwargs)
 
-    TensorVariable.call_method = of_tensor  # type: ignore[assignment, method-assign]
-    BuiltinVariable.call_function = of_python  # type: ignore[assignment, method-assign]
-    SkipFunctionVariable.call_function = of_others  # type: ignore[assignment, method-assign]
-    GetAttrVariable.call_method = of_attribute  # type: ignore[assignment, method-assign]
+    TensorVariable.call_method = of_tensor  # type: ignore[method-assign]
+    BuiltinVariable.call_function = of_python  # type: ignore[method-assign]
+    SkipFunctionVariable.call_function = of_others  # type: ignore[method-assign]
+    GetAttrVariable.call_method = of_attribute  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -100,7 +100,10 @@ def _is_instance(value: Any, kind: Any) -> bool | None:
     else:
         return None
     asked = _type(kind)
-    return None if given is None and value.is_tensor() or asked is None else bool(torch.jit.isinstance(given, asked))
+    if asked is None or (given is None and value.is_tensor()):
+        return None
+    question: Any = torch.jit.isinstance
+    return bool(question(given, asked))
 
 
 def _type(kind: Any) -> Any:

@@ -1,8 +1,9 @@
 """Which rows a mask of the batch chooses, found before the step: ``edge_index[:, source != target]``.
 
-How many there are is not known when a graph is captured, and the graph breaks there. But where the mask is made of one tensor that
-is given to the step, and of plain numbers, its indices are known before the step begins. They are computed then, as eager mode
-does it where the mask is used, and are an input of the step as any other, with sizes that Dynamo guards on or makes symbols of.
+How many there are is not known when a graph is captured, and the graph breaks there. But where the mask is made of one tensor
+that is given to the step, and of plain numbers, its indices are known before the step begins. They are computed then, as eager
+mode does it where the mask is used, and are an input of the step as any other, with sizes that Dynamo guards on or makes
+symbols of.
 What is read after the tensor was written to, or in what runs after a graph break, stays where it is.
 """
 

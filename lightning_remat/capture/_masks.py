@@ -40,7 +40,23 @@ _LIBRARIES = ("transformers.masking_utils", "transformers.modeling_attn_mask_uti
 _UNDERSTOOD = {
     *("arange", "tensor", "ones", "zeros", "full", "ones_like", "zeros_like"),
     *("to", "bool", "long", "int", "add", "sub", "eq", "ne", "invert", "diff", "cumsum", "pad"),
-    *("getitem", "lt", "gt", "le", "ge", "and_", "or_", "logical_and", "logical_or", "logical_not", "unsqueeze", "expand", "view", "reshape", "contiguous"),
+    *(
+        "getitem",
+        "lt",
+        "gt",
+        "le",
+        "ge",
+        "and_",
+        "or_",
+        "logical_and",
+        "logical_or",
+        "logical_not",
+        "unsqueeze",
+        "expand",
+        "view",
+        "reshape",
+        "contiguous",
+    ),
 }
 """What may have been done before the question, to a tensor of the batch or to none: nothing that draws or depends on state."""
 

@@ -2,8 +2,8 @@
 
 Each becomes an op without results in the graph, in its place among those that act (see ``_effects``), and says once a step what
 eager mode says: the same words, of the values at hand then, attributed to the same line of code. What nobody would hear when
-the step is captured (a logger's level) is left out. Where the words need more than constants, sizes and tensors (an object of the
-user's, a tensor whose text names its gradient's function), the call is left to Python, and the graph breaks.
+the step is captured (a logger's level) is left out. Where the words need more than constants, sizes and tensors (an object of
+the user's, a tensor whose text names its gradient's function), the call is left to Python, and the graph breaks.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def messages_stay() -> Iterator[None]:
         return _said(tx, self.value, args, kwargs)
 
     def of_loggers(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        method = getattr(self.value, name, None)
+        method: Any = getattr(self.value, name, None)
         known = getattr(torch._dynamo.config, "ignore_logging_functions", None) or ()
         is_hung = getattr(method, "__func__", method) in known and name not in vars(logging.Logger)
         if name in _LEVELS or name == "exception":
@@ -91,9 +91,9 @@ def messages_stay() -> Iterator[None]:
             return _said(tx, builtins.print, args, kwargs)
         return builtin(self, tx, args, kwargs)
 
-    IgnoredFunctionVariable.call_function = of_functions  # type: ignore[assignment, method-assign]
-    LoggingLoggerVariable.call_method = of_loggers  # type: ignore[assignment, method-assign]
-    BuiltinVariable.call_function = of_python  # type: ignore[assignment, method-assign]
+    IgnoredFunctionVariable.call_function = of_functions  # type: ignore[method-assign]
+    LoggingLoggerVariable.call_method = of_loggers  # type: ignore[method-assign]
+    BuiltinVariable.call_function = of_python  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -143,7 +143,7 @@ class _Said:
             if not _is_plain(constant):
                 raise LookupError
             self.spelled.append(repr(constant))
-            return lambda values: constant
+            return lambda _values: constant
         if isinstance(value, BaseListVariable) and value.python_type() in (list, tuple, torch.Size):
             kind = value.python_type()
             items = [self.words(item) for item in value.items]

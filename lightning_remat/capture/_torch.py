@@ -41,7 +41,9 @@ What is used and why:
   (``TENSORIFY_PYTHON_SCALARS``). ``TensorifyState`` tells Dynamo to begin again with a float as a constant. ``SymNode``
   simplifies what Python rounds at each operation, and ``_format_value`` forgets a float's format: both are corrected.
 * Dynamo's variables for Python's built-ins and NumPy's functions, and its handlers of comparisons: what is made of constants is
-  one (see `_numpy`).
+  one (see `_numpy` and `_constants`).
+* Dynamo's variables for loggers and for functions that it ignores: what a step says is said (see `_messages`). The names that
+  its guards use, to find in the next call what one of its sources names (see `_early`).
 """
 
 from __future__ import annotations
@@ -1499,7 +1501,9 @@ def found_at(place: str, arguments: Mapping[str, Any]) -> Any:
     Raises:
         NameError: for what is no argument's.
     """
-    return eval(place, dict(_get_closure_vars()), {"L": arguments})  # an expression that Dynamo has written, as its guards are
+    return eval(
+        place, dict(_get_closure_vars()), {"L": arguments}
+    )  # an expression that Dynamo has written, as its guards are
 
 
 def build_attribute(translator: Any, owner: Any, name: str) -> Any:
