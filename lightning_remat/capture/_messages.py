@@ -27,6 +27,7 @@ from lightning_remat.capture._torch import (
     StringFormatVariable,
     VariableTracker,
     is_size,
+    logging_calls,
     unimplemented,
 )
 
@@ -39,6 +40,7 @@ _LEVELS = {
     "critical": logging.CRITICAL,
     "fatal": logging.CRITICAL,
 }
+_OWN = {*_LEVELS, "exception", "log"}
 _PLAIN = (str, int, float, complex, bool, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 
 _Values = tuple[Sequence[torch.Tensor], Sequence[int]]
@@ -73,8 +75,7 @@ def messages_stay() -> Iterator[None]:
 
     def of_loggers(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         method: Any = getattr(self.value, name, None)
-        known = getattr(torch._dynamo.config, "ignore_logging_functions", None) or ()
-        is_hung = getattr(method, "__func__", method) in known and name not in vars(logging.Logger)
+        is_hung = name not in _OWN and getattr(method, "__func__", method) in logging_calls()
         if name in _LEVELS or name == "exception":
             if not self.value.isEnabledFor(_LEVELS.get(name, logging.ERROR)):
                 return VariableTracker.build(tx, None)
@@ -82,7 +83,7 @@ def messages_stay() -> Iterator[None]:
                 return _logged(tx, self.value, _LEVELS[name], args, kwargs)
         elif is_hung:
             return _said(tx, method, args, kwargs)
-        if is_hung or name in ("exception", "log", *_LEVELS):
+        if is_hung or name in _OWN:
             _left(name)
         return logged(self, tx, name, args, kwargs)
 

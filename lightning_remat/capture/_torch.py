@@ -82,6 +82,7 @@ from torch._dynamo.source import AttrSource, ConstantSource, GlobalSource, Tenso
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase, TensorifyState
 from torch._dynamo.symbolic_convert import compare_op_handlers as compare_handlers
 from torch._dynamo.utils import counters as dynamo_counters
+from torch._dynamo.variables import misc
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import TrackedFake, VariableBuilder  # type: ignore[attr-defined]
 from torch._dynamo.variables.builtin import BuiltinVariable
@@ -89,7 +90,6 @@ from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunction
 from torch._dynamo.variables.lists import BaseListVariable, TupleVariable
 from torch._dynamo.variables.misc import (
     GetAttrVariable,
-    IgnoredFunctionVariable,
     LoggingLoggerVariable,
     NumpyVariable,
     StringFormatVariable,
@@ -191,6 +191,7 @@ __all__ = [
     "keep_saved",
     "largest",
     "lead_only_to",
+    "logging_calls",
     "needs_kept",
     "observed_ops",
     "on_backward",
@@ -217,6 +218,9 @@ __all__ = [
 ]
 
 assert_async = torch._assert_async
+
+IgnoredFunctionVariable: Any = getattr(misc, "IgnoredFunctionVariable", LoggingLoggerVariable)
+"""Dynamo's variable for functions that it is to ignore; where a release has none, that for loggers."""
 
 WITH_EFFECTS, PRINT, *_others = (
     getattr(torch.ops.higher_order, name, None)
@@ -1441,7 +1445,7 @@ def _asserted_at_once(own: Callable[..., Any], function: Any, translator: Any, c
     return op.call_function(translator, [condition, message], {})
 
 
-def _logging_calls() -> set[Any]:
+def logging_calls() -> set[Any]:
     """Calls that only say something: the loggers' own, and what libraries hang on them (transformers' ``warning_once``)."""
     said = {"debug", "info", "warning", "warn", "error", "critical", "exception", "log"}
     methods = vars(logging.Logger).items()
@@ -1564,7 +1568,7 @@ def tracing(dynamic_sources: str = "", floats: VaryingFloats | None = None) -> c
     }
     for name in ("ignore_logging_functions", "ignore_logger_methods"):
         if hasattr(config, name):
-            settings[name] = set(getattr(config, name)) | _logging_calls()
+            settings[name] = set(getattr(config, name)) | logging_calls()
             break
     stack.enter_context(uncollected())
     stack.enter_context(config.patch(settings))
