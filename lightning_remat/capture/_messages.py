@@ -92,13 +92,13 @@ def messages_stay() -> Iterator[None]:
             return _said(tx, builtins.print, args, kwargs)
         return builtin(self, tx, args, kwargs)
 
-    IgnoredFunctionVariable.call_function = of_functions  # type: ignore[method-assign]
+    IgnoredFunctionVariable.call_function = of_functions
     LoggingLoggerVariable.call_method = of_loggers  # type: ignore[method-assign]
     BuiltinVariable.call_function = of_python  # type: ignore[method-assign]
     try:
         yield
     finally:
-        IgnoredFunctionVariable.call_function = ignored  # type: ignore[method-assign]
+        IgnoredFunctionVariable.call_function = ignored
         LoggingLoggerVariable.call_method = logged  # type: ignore[method-assign]
         BuiltinVariable.call_function = builtin  # type: ignore[method-assign]
 
