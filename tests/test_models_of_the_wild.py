@@ -1661,3 +1661,67 @@ def test_a_small_batch_that_fits_says_nothing_of_a_large_one(kind: Any) -> None:
 
 def test_running_statistics_may_be_read_after_they_were_updated() -> None:
     compare(NormedInBothModes, train=vectors, remat=callback(0.8, solver="chen_sqrt"), plans=1)
+
+
+# -- libraries (the extra `wild`) --------------------------------------------------------------------------------------
+
+
+class Volumes(Wild):
+    """A 3D U-Net of MONAI's with its loss of Dice and cross-entropy."""
+
+    train_loader = staticmethod(lambda: DataLoader([torch.randn(2, 1, 16, 16, 16) for _ in range(STEPS)], None))
+
+    def __init__(self) -> None:
+        losses, nets = pytest.importorskip("monai.losses"), pytest.importorskip("monai.networks.nets")
+        super().__init__()
+        self.net, self.head = nets.UNet(3, 1, 2, (4, 8, 16), (2, 2), num_res_units=1, dropout=0.1), None
+        self.criterion = losses.DiceCELoss(to_onehot_y=True, softmax=True)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return self.criterion(self.net(batch), (batch > 0).long())
+
+
+class Attended(Wild):
+    """Two layers of PyTorch Geometric's graph attention, which replaces the graph's loops."""
+
+    train_loader = staticmethod(lambda: graphs(GraphTuple, *[ROWS] * STEPS))
+
+    def __init__(self) -> None:
+        layers = pytest.importorskip("torch_geometric.nn")
+        super().__init__()
+        self.net = nn.ModuleList([layers.GATConv(16, 8, heads=2, dropout=0.1) for _ in range(2)])
+
+    def features(self, batch: Any) -> torch.Tensor:
+        x = batch.x
+        for layer in self.net:
+            x = functional.elu(layer(x, batch.edges))
+        return x
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return functional.cross_entropy(self.head(self.features(batch)), batch.y)
+
+
+class Dora(Wild):
+    """PEFT's weight-decomposed adapters on a Llama."""
+
+    train_loader = staticmethod(tokens)
+
+    def __init__(self) -> None:
+        peft = pytest.importorskip("peft")
+        super().__init__()
+        modules = ["q_proj", "v_proj"]
+        config = peft.LoraConfig(r=4, lora_dropout=0.1, target_modules=modules, use_dora=True, task_type="CAUSAL_LM")
+        self.net, self.head = peft.get_peft_model(Llama().net, config), None
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return self.net(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [Volumes, Attended, Dora])
+def test_libraries_are_one_graph(make: type[Wild]) -> None:
+    remat = callback(0.8, solver="greedy")
+    plain, run = fit(make, train=make.train_loader), fit(make, remat, train=make.train_loader)
+    assert_same(plain.results, run.results)
+    assert remat.failures == () and sum(remat.runs) == STEPS and len(remat.plans) <= 2

@@ -38,9 +38,25 @@ _LIBRARIES = ("transformers.masking_utils", "transformers.modeling_attn_mask_uti
 """The modules that decide whether there is a mask, for models of all releases; the second is asked by older models."""
 
 _UNDERSTOOD = {
-    *("arange", "ones", "zeros", "full", "ones_like", "zeros_like"),
+    *("arange", "tensor", "ones", "zeros", "full", "ones_like", "zeros_like"),
     *("to", "bool", "long", "int", "add", "sub", "eq", "ne", "invert", "diff", "cumsum", "pad"),
-    *("getitem", "unsqueeze", "expand", "view", "reshape", "contiguous"),
+    *(
+        "getitem",
+        "lt",
+        "gt",
+        "le",
+        "ge",
+        "and_",
+        "or_",
+        "logical_and",
+        "logical_or",
+        "logical_not",
+        "unsqueeze",
+        "expand",
+        "view",
+        "reshape",
+        "contiguous",
+    ),
 }
 """What may have been done before the question, to a tensor of the batch or to none: nothing that draws or depends on state."""
 
@@ -132,7 +148,7 @@ def _answered(translator: Any, tensor: Any) -> Any:
     """For Dynamo: the answer as a constant, guarded on; no where it cannot be known."""
     node = tensor.as_proxy().node
     sources: set[Source] = set()
-    value = _value(node, sources)
+    value = value_of(node, sources)
     example = given_now(node.graph, next(iter(sources))) if len(sources) == 1 else None
     if value is None or len(sources) > 1 or (sources and example is None):
         return VariableTracker.build(translator, False)
@@ -148,13 +164,13 @@ def _answered(translator: Any, tensor: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Value:
+class Value:
     """What a node is for any tensor that may be given to the step. (Nodes, and the batch at hand, must not be kept.)"""
 
     of: Callable[[torch.Tensor | None], Any]
 
 
-def _value(node: torch.fx.Node, sources: set[Source]) -> _Value | None:
+def value_of(node: torch.fx.Node, sources: set[Source]) -> Value | None:
     """Of a node, and the tensors given to the step that it depends on; ``None`` for what is not understood.
 
     What was written to before the question is not: the batch, before the step runs, does not say what it will be then.
@@ -165,13 +181,13 @@ def _value(node: torch.fx.Node, sources: set[Source]) -> _Value | None:
     if found is not None:
         source, read = found
         sources.add(source)
-        return _Value(read)  # type: ignore[arg-type]
+        return Value(read)  # type: ignore[arg-type]
     method = node.op == "call_method"
     name = str(node.target) if method else getattr(node.target, "__name__", "")
     if not (method or node.op == "call_function") or name not in _UNDERSTOOD:
         return None
     call: Any = getattr(torch.Tensor, name) if method else node.target
-    inputs: dict[Any, _Value | None] = {one: _value(one, sources) for one in node.all_input_nodes}
+    inputs: dict[Any, Value | None] = {one: value_of(one, sources) for one in node.all_input_nodes}
     if None in inputs.values():
         return None
 
@@ -181,7 +197,7 @@ def _value(node: torch.fx.Node, sources: set[Source]) -> _Value | None:
     arguments: Any = map_aggregate((node.args, node.kwargs), as_value)
 
     def of(given: torch.Tensor | None) -> Any:
-        args, kwargs = map_aggregate(arguments, lambda part: part.of(given) if isinstance(part, _Value) else part)
+        args, kwargs = map_aggregate(arguments, lambda part: part.of(given) if isinstance(part, Value) else part)
         return call(*args, **kwargs)
 
-    return _Value(of)
+    return Value(of)

@@ -45,7 +45,9 @@ What is used and why:
   (``TENSORIFY_PYTHON_SCALARS``). ``TensorifyState`` tells Dynamo to begin again with a float as a constant. ``SymNode``
   simplifies what Python rounds at each operation, and ``_format_value`` forgets a float's format: both are corrected.
 * Dynamo's variables for Python's built-ins and NumPy's functions, and its handlers of comparisons: what is made of constants is
-  one (see `_numpy`).
+  one (see `_numpy` and `_constants`).
+* Dynamo's variables for loggers and for functions that it ignores: what a step says is said (see `_messages`). The names that
+  its guards use, to find in the next call what one of its sources names (see `_early`).
 """
 
 from __future__ import annotations
@@ -80,17 +82,23 @@ from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, unimplemented
-from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import AttrSource, ConstantSource, TensorProperty, TensorPropertySource
+from torch._dynamo.guards import GuardBuilder, _get_closure_vars, install_guard
+from torch._dynamo.source import AttrSource, ConstantSource, GlobalSource, TensorProperty, TensorPropertySource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase, TensorifyState
 from torch._dynamo.symbolic_convert import compare_op_handlers as compare_handlers
 from torch._dynamo.utils import counters as dynamo_counters
+from torch._dynamo.variables import misc
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import TrackedFake, VariableBuilder  # type: ignore[attr-defined]
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
-from torch._dynamo.variables.lists import BaseListVariable
-from torch._dynamo.variables.misc import GetAttrVariable, NumpyVariable, StringFormatVariable
+from torch._dynamo.variables.lists import BaseListVariable, TupleVariable
+from torch._dynamo.variables.misc import (
+    GetAttrVariable,
+    LoggingLoggerVariable,
+    NumpyVariable,
+    StringFormatVariable,
+)
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -140,14 +148,18 @@ __all__ = [
     "FakeTensor",
     "GetAttrVariable",
     "HigherOrderOperator",
+    "IgnoredFunctionVariable",
+    "LoggingLoggerVariable",
     "Modules",
     "NumpyVariable",
     "OpOverload",
     "OptimizedModule",
     "SkipFunctionVariable",
     "Source",
+    "StringFormatVariable",
     "TensorVariable",
     "TorchInGraphFunctionVariable",
+    "TupleVariable",
     "UnspecializedNNModuleVariable",
     "UserFunctionVariable",
     "VariableBuilder",
@@ -159,6 +171,7 @@ __all__ = [
     "aot_backend",
     "assert_async",
     "boxed",
+    "build_attribute",
     "calls_cudnn",
     "capture_failures",
     "captured_node",
@@ -174,6 +187,7 @@ __all__ = [
     "expression",
     "fake_tensors",
     "floats_as_constants",
+    "found_at",
     "free_symbols",
     "given",
     "given_now",
@@ -185,6 +199,7 @@ __all__ = [
     "keep_saved",
     "largest",
     "lead_only_to",
+    "logging_calls",
     "needs_kept",
     "observed_ops",
     "on_backward",
@@ -201,6 +216,7 @@ __all__ = [
     "runs_in_forward",
     "set_allocator_settings",
     "sizes_from_floats",
+    "source_name",
     "spaced_results",
     "substitute",
     "tensor_leaves",
@@ -216,6 +232,8 @@ assert_async = torch._assert_async
 
 enter_autocast, exit_autocast = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 """What a region of autocast is in a graph of Dynamo's: its begin, with its settings, and its end."""
+IgnoredFunctionVariable: Any = getattr(misc, "IgnoredFunctionVariable", LoggingLoggerVariable)
+"""Dynamo's variable for functions that it is to ignore; where a release has none, that for loggers."""
 
 WITH_EFFECTS, PRINT, *_others = (
     getattr(torch.ops.higher_order, name, None)
@@ -1442,7 +1460,7 @@ def _asserted_at_once(own: Callable[..., Any], function: Any, translator: Any, c
     return op.call_function(translator, [condition, message], {})
 
 
-def _logging_calls() -> set[Any]:
+def logging_calls() -> set[Any]:
     """Calls that only say something: the loggers' own, and what libraries hang on them (transformers' ``warning_once``)."""
     said = {"debug", "info", "warning", "warn", "error", "critical", "exception", "log"}
     methods = vars(logging.Logger).items()
@@ -1489,6 +1507,28 @@ def guard_on(source: Source, question: Callable[[torch.Tensor], bool], answer: b
         builder.get_guard_manager(guard).add_lambda_guard(check, [words], guard.user_stack)
 
     install_guard(source.make_guard(VALUE_MATCH))
+
+
+def source_name(source: Source) -> str:
+    """Where something given to the step is found, in Dynamo's words; see `found_at`."""
+    return _name_of(source)
+
+
+def found_at(place: str, arguments: Mapping[str, Any]) -> Any:
+    """What is found there among a function's arguments.
+
+    Raises:
+        NameError: for what is no argument's.
+    """
+    return eval(
+        place, dict(_get_closure_vars()), {"L": arguments}
+    )  # an expression that Dynamo has written, as its guards are
+
+
+def build_attribute(translator: Any, owner: Any, name: str) -> Any:
+    """While Dynamo traces: an attribute of an object of ours, as an input of the step."""
+    source = AttrSource(GlobalSource(translator.output.install_global_by_id("lightning_remat", owner)), name)
+    return VariableTracker.build(translator, getattr(owner, name), source)
 
 
 def absent(source: Source, name: str) -> None:
@@ -1558,7 +1598,7 @@ def tracing(dynamic_sources: str = "", floats: VaryingFloats | None = None) -> c
     }
     for name in ("ignore_logging_functions", "ignore_logger_methods"):
         if hasattr(config, name):
-            settings[name] = set(getattr(config, name)) | _logging_calls()
+            settings[name] = set(getattr(config, name)) | logging_calls()
             break
     stack.enter_context(uncollected())
     stack.enter_context(config.patch(settings))

@@ -29,8 +29,11 @@ from lightning_remat.capture import PARTS, Autocast, CapturedGraph, from_joint, 
 from lightning_remat.capture import _torch as internals
 from lightning_remat.capture._checkpoints import checkpoints, refuse_other_second_evaluations
 from lightning_remat.capture._compiled import compiled_stays, is_compiled, name_of
+from lightning_remat.capture._constants import constants_are_known
+from lightning_remat.capture._early import Early
 from lightning_remat.capture._joint import module_path, target_name
 from lightning_remat.capture._masks import masks_as_in_eager_mode
+from lightning_remat.capture._messages import messages_stay
 from lightning_remat.capture._numpy import numpy_as_constants
 from lightning_remat.cost import CostCache, OpCost, cost_model
 from lightning_remat.errors import (
@@ -237,6 +240,7 @@ class ScheduledStep:
         self._began = 0.0  # the present call, in seconds since the epoch
         self._shapes: Shapes = ()
         self._batch: frozenset[int] = frozenset()  # ids of the present call's tensors
+        self._early = Early(function, self._found_early)
         self._graphs: list[_Graph] = []
         self._limit: int | None = None  # a budget that was come down to
         budget = parse_budget(config.budget)
@@ -274,7 +278,19 @@ class ScheduledStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or self._gave_up:
             return self.function(*args, **kwargs)
-        leaves = internals.tensor_leaves((args, kwargs))
+        self._early.begin(args, kwargs)
+        try:
+            return self._run(args, kwargs)
+        finally:
+            self._early.end()
+
+    def _found_early(self, tensor: torch.Tensor) -> None:
+        """While a call is captured: a tensor that is computed before the step, and given to it from now on."""
+        self._batch |= {id(tensor)}
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = internals.tensor_leaves((args, kwargs))
+        leaves = [*given, *self._early.tensors]
         shapes = self._shapes = _shapes(leaves)
         self._batch = frozenset(map(id, leaves))
         self._call.clear()
@@ -291,9 +307,12 @@ class ScheduledStep:
             with internals.varying(varying):
                 result = compiled(*args, **kwargs)
         except _NoSymbols:
-            return self(*args, **kwargs)
+            return self._run(args, kwargs)
         except _Stop as stop:
             raise stop.error from stop.error.__cause__
+        if len(self._early.tensors) + len(given) > len(leaves):  # as the next call of these shapes will have it
+            shapes = self._shapes = _shapes([*given, *self._early.tensors])
+            self._static_shapes[shapes] = None
         self._tell_compiled()
         if not self.plans and not self.failures:
             reasons = list(internals.capture_failures() - known_failures) if known_failures is not None else []
@@ -776,6 +795,9 @@ class ScheduledStep:
             internals.tracing(self._dynamic_sources(), self._floats),
             masks_as_in_eager_mode(),
             numpy_as_constants(),
+            constants_are_known(),
+            messages_stay(),
+            self._early.found(),
             compiled_stays(lambda called: self._left.update({id(called): called})),
         ):
             yield
