@@ -170,3 +170,65 @@ def test_swin_unetr() -> None:
         assert abs(measured - plan.predicted_peak_bytes) <= 0.02 * measured
     finally:
         torch.set_num_threads(threads)
+
+
+# -- what NumPy hands to the step ---------------------------------------------------------------------------------------
+
+
+class Given:
+    """Reads arrays and numbers of NumPy's: other ones in each step, and once one that was written to."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(3)
+        self.array = np.arange(3)
+        self.number: Any = np.float64(0.3)
+
+    def next(self, step: int) -> None:
+        if step % 2:
+            self.array[:] = self.random.permutation(16)[:3]
+        else:
+            self.array = self.random.permutation(16)[:3]
+        self.number = (np.float64(0.1), np.float32(0.1), np.int64(3), np.bool_(True))[step // 2]
+
+
+def drawn(hidden: torch.Tensor, given: Given) -> torch.Tensor:
+    """As BigBird picks the blocks that attend to each other."""
+    rows = np.stack([given.random.permutation(16)[:3], given.random.permutation(16)[:3]])
+    return hidden + hidden[:, torch.tensor(rows).flatten()].sum(1, keepdim=True)
+
+
+def summed(hidden: torch.Tensor, given: Given) -> torch.Tensor:
+    mean = np.mean(given.array)
+    hidden = hidden * (0.5 * mean + hidden.sum() * mean * 1e-3)
+    torch._dynamo.graph_break()
+    return hidden * float(mean.round(1)) + (1 - mean / 16) * hidden
+
+
+def times_a_number(hidden: torch.Tensor, given: Given) -> torch.Tensor:
+    """A tensor without dimensions stays one of 32 bits."""
+    scale = given.number * hidden.sum()
+    assert scale.dtype == torch.float32
+    other = torch.tensor(given.number) * hidden.sum() + torch.tensor([np.float64(0.3)]) * 1e-3
+    return (hidden * scale + np.sqrt(given.number) * hidden + other).float()
+
+
+@pytest.mark.parametrize("body", [drawn, summed, times_a_number], ids=lambda body: body.__name__)
+def test_given(body: Any) -> None:
+    """What NumPy has made outside of the step is no constant of it."""
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        given, part = Given(), Part(None)
+        part.body = lambda hidden, given=given: body(hidden, given)
+        step: Any = ScheduledStep(part, RematConfig(budget="min", time_limit=0.1), name="given") if planned else part
+        losses = []
+        for i in range(8):
+            given.next(i)
+            part.zero_grad()
+            loss = step(torch.randn(8, 16))
+            loss.backward()
+            losses += [loss.detach(), *(p.grad.clone() for p in part.parameters())]
+        found.append(losses)
+    assert step.plans
+    assert sum(step.runs) >= 8
+    assert all(map(torch.equal, *found))

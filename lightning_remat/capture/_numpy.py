@@ -16,16 +16,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import torch
 
 from lightning_remat.capture._torch import (
     BaseListVariable,
     BuiltinVariable,
     GetAttrVariable,
     NumpyVariable,
+    SymNodeVariable,
+    TorchInGraphFunctionVariable,
+    VariableBuilder,
     VariableTracker,
     compare_handlers,
+    guard_on,
     is_size,
+    reconstruct_as,
     reconstruct_copy,
+    unimplemented,
 )
 
 _FUNCTIONS = {
@@ -116,30 +123,139 @@ class NumpyConstant(VariableTracker):
         reconstruct_copy(codegen, self.value)
 
 
+class NumpyFloat(VariableTracker):
+    """For Dynamo: a float of NumPy's that varies. What Python makes of it as of its own floats is part of the graph.
+
+    Attributes:
+        number: the float.
+    """
+
+    def __init__(self, number: Any, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.number = number
+
+    def python_type(self) -> type:
+        return np.float64
+
+    def as_proxy(self) -> Any:
+        return self.number.as_proxy()
+
+    def call_method(self, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        return self.number if name == "item" else super().call_method(tx, name, args, kwargs)
+
+    def var_getattr(self, tx: Any, name: str) -> Any:
+        return GetAttrVariable(self, name) if name == "item" else super().var_getattr(tx, name)
+
+    tp_getattro_impl = var_getattr  # torch 2.14's name for it
+
+    def reconstruct(self, codegen: Any) -> None:
+        reconstruct_as(codegen, np.float64, self.number)
+
+
+def _numbers(args: Any) -> list[Any]:
+    return [one.number if isinstance(one, NumpyFloat) else one for one in (arg.realize() for arg in args)]
+
+
+_AS_OF_FLOATS = {
+    operator.neg,
+    operator.pos,
+    *(getattr(operator, i + name) for name in ("add", "sub", "mul") for i in ("", "i")),
+}
+"""What NumPy computes as Python does, without end too."""
+
+_DIVISION = {operator.truediv, operator.itruediv}
+"""Python raises where NumPy divides by zero."""
+
+_QUESTIONS = {bool, float, *(getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "not_", "truth"))}
+
+
+def _of_varying(tx: Any, function: Callable[..., Any], args: Any, own: Callable[..., Any]) -> Any:
+    """What Python makes of floats of NumPy's that vary, and of other things; ``None`` where it does not know."""
+    known = function in _AS_OF_FLOATS or function in _QUESTIONS or (function in _DIVISION and _is_constant(args[1]))
+    if not known or (function in _DIVISION and not _plain(args[1])):
+        return None
+    found = own(tx, _numbers(args), {})
+    of_numbers = function not in _QUESTIONS and isinstance(found, SymNodeVariable)
+    return NumpyFloat(found) if of_numbers else found
+
+
 @contextlib.contextmanager
 def numpy_as_constants() -> Iterator[None]:
     """While Dynamo traces: what NumPy makes of constants is a constant."""
     functions, builtins, handlers = NumpyVariable.call_function, BuiltinVariable.call_function, dict(compare_handlers)
+    numbers, of_torch = VariableBuilder.wrap_numpy_ndarray, TorchInGraphFunctionVariable.call_function
 
     def of_numpy(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         found = _computed(tx, self.value, args, kwargs) if _depends_on_arguments_alone(self.value) else None
         return functions(self, tx, args, kwargs) if found is None else found
 
     def of_python(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        found = _of_python(tx, self.fn, args, kwargs)
+        if not kwargs and any(isinstance(one.realize(), NumpyFloat) for one in args):
+            found = _of_varying(tx, self.fn, [one.realize() for one in args], functools.partial(builtins, self))
+        else:
+            found = _of_python(tx, self.fn, args, kwargs)
         return builtins(self, tx, args, kwargs) if found is None else found
 
     def compared(sign: str, tx: Any, args: Any, kwargs: Any) -> Any:
         found = _of_python(tx, _COMPARED[sign], args, kwargs)
-        return handlers[sign](tx, args, kwargs) if found is None else found
+        return handlers[sign](tx, _numbers(args), kwargs) if found is None else found
+
+    def tensors(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.value in _TENSORS and "dtype" not in kwargs and any(_holds_number(one.realize()) for one in args):
+            name = f"torch.{self.value.__name__}"
+            unimplemented(
+                gb_type="a tensor of a number of NumPy's",
+                context=name,
+                explanation=f"{name} of a number of NumPy's has that number's type, and is made outside of the graph.",
+                hints=[],
+            )
+        return of_torch(self, tx, args, kwargs)
+
+    def number(builder: Any, value: np.ndarray) -> Any:
+        return (
+            _given_number(builder, value[()])
+            if value.ndim == 0 and value.dtype.kind in "biufc"
+            else numbers(builder, value)
+        )
 
     NumpyVariable.call_function, BuiltinVariable.call_function = of_numpy, of_python  # type: ignore[method-assign]
+    VariableBuilder.wrap_numpy_ndarray = number  # type: ignore[method-assign, assignment]
+    TorchInGraphFunctionVariable.call_function = tensors  # type: ignore[method-assign]
     compare_handlers.update({sign: functools.partial(compared, sign) for sign in _COMPARED})
     try:
         yield
     finally:
         NumpyVariable.call_function, BuiltinVariable.call_function = functions, builtins  # type: ignore[method-assign]
+        VariableBuilder.wrap_numpy_ndarray = numbers  # type: ignore[method-assign]
+        TorchInGraphFunctionVariable.call_function = of_torch  # type: ignore[method-assign]
         compare_handlers.update(handlers)
+
+
+def _given_number(builder: Any, number: Any) -> Any:
+    """A number of NumPy's that the step reads: a constant, for as long as it is the same, or a float that varies.
+
+    Dynamo would make a tensor without dimensions of it, which takes part in the promotion of types: the sum of a tensor in 32
+    bits, times such a tensor, has 64.
+    """
+    if isinstance(number, np.float64) and np.isfinite(number):
+        found = builder.wrap_symfloat(float(number))
+        if not found.is_python_constant():
+            return NumpyFloat(found, source=builder.source)
+    guard_on(builder.source, functools.partial(_same, number), True, f"{builder.name} is {number!r}")
+    return NumpyConstant(number, source=builder.source)
+
+
+_TENSORS = {torch.tensor, torch.as_tensor, torch.asarray}
+
+
+def _holds_number(one: Any) -> bool:
+    if isinstance(one, BaseListVariable):
+        return any(_holds_number(item.realize()) for item in one.items)
+    return isinstance(one, (NumpyConstant, NumpyFloat))
+
+
+def _same(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and one.tobytes() == other.tobytes()
 
 
 def _depends_on_arguments_alone(function: Any) -> bool:
@@ -173,6 +289,8 @@ def _of_python(tx: Any, function: Callable[..., Any], args: Any, kwargs: Any) ->
 def _is_constant(one: Any) -> bool:
     if isinstance(one, BaseListVariable):
         return all(_is_constant(item.realize()) for item in one.items)
+    if isinstance(one, NumpyVariable):  # an array that the step was given is one too: another in the next step
+        return isinstance(one.value, type)
     return is_size(one) or one.is_python_constant()
 
 

@@ -157,6 +157,7 @@ __all__ = [
     "SkipFunctionVariable",
     "Source",
     "StringFormatVariable",
+    "SymNodeVariable",
     "TensorVariable",
     "TorchInGraphFunctionVariable",
     "TupleVariable",
@@ -210,6 +211,7 @@ __all__ = [
     "real_layouts",
     "real_tensors",
     "recapture_reason",
+    "reconstruct_as",
     "reconstruct_copy",
     "run_below_autograd",
     "run_on_cpu",
@@ -232,6 +234,7 @@ assert_async = torch._assert_async
 
 enter_autocast, exit_autocast = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 """What a region of autocast is in a graph of Dynamo's: its begin, with its settings, and its end."""
+
 IgnoredFunctionVariable: Any = getattr(misc, "IgnoredFunctionVariable", LoggingLoggerVariable)
 """Dynamo's variable for functions that it is to ignore; where a release has none, that for loggers."""
 
@@ -1496,11 +1499,11 @@ def given_now(graph: torch.fx.Graph, source: Source) -> torch.Tensor | None:
     return None
 
 
-def guard_on(source: Source, question: Callable[[torch.Tensor], bool], answer: bool, words: str) -> None:
-    """While Dynamo traces: what is captured holds as long as the tensor given there has this answer."""
+def guard_on(source: Source, question: Callable[[Any], bool], answer: bool, words: str) -> None:
+    """While Dynamo traces: what is captured holds as long as the value given there has this answer."""
 
     def VALUE_MATCH(builder: Any, guard: Any) -> None:  # noqa: N802 - Dynamo's guards are named so
-        def check(value: torch.Tensor) -> bool:
+        def check(value: Any) -> bool:
             with torch.no_grad():
                 return question(value) == answer
 
@@ -1570,6 +1573,13 @@ def profiling_anywhere() -> bool:
 def profilers_counting() -> Collection[str]:
     """What counts the steps of torch's profilers, by name."""
     return dict(getattr(autograd_profiler.KinetoStepTracker, "_step_dict", {}))
+
+
+def reconstruct_as(codegen: Any, kind: type, variable: VariableTracker) -> None:
+    """In the code that Dynamo writes around a graph: what a variable stands for, as one of this type of a module's."""
+    codegen.add_push_null(lambda: codegen.load_import_from(kind.__module__, kind.__name__))
+    codegen(variable)
+    codegen.extend_output(create_call_function(1, False))
 
 
 _UNLIMITED = 1 << 30
