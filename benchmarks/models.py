@@ -7,8 +7,8 @@
 The architectures are those of `benchmarks.architectures`, one at a time, each in a process of its own with a time limit, so
 that a crash is a row. A step is forward, ``zero_grad``, backward and AdamW, in training mode with dropout on. Eager mode runs
 twice, since what does not repeat its own bits cannot be compared. Losses, gradients of each step, and parameters, buffers and
-the random state after three steps are compared bit by bit; the peak is that of forward and backward, in the second and third
-step.
+the random state after three steps are compared bit by bit; the peak is that of forward and backward in the third step
+(the second may capture again, where the first has left something behind: a mask that is kept, say).
 
 Budgets are shares of what can be saved; where one is infeasible, ``"min"`` is run in its place, and after that 1.0.
 """
@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import dataclasses
 import datetime
+import functools
 import gc
 import importlib.metadata
 import json
@@ -52,6 +53,9 @@ STEPS = 3
 TIMED = 3
 """Steps that are timed after those that are compared; the fastest counts."""
 
+MOST_NAMES = 4
+"""Of what has other bits, said in a row."""
+
 WITHIN = 0.02
 """How far a predicted peak may be from the measured one."""
 
@@ -68,7 +72,7 @@ class Planned:
     Attributes:
         asked: the share, or ``"min"``.
         graphs: captured ones that a step runs.
-        differs: names of what has other bits than in eager mode; at most ten, a count in the last place if there are more.
+        differs: names of what has other bits than in eager mode, the first few of them and how many more.
         budget_bytes, predicted_peak_bytes: of the plan; measured_peak_bytes: everything that the step holds.
         overhead: extra time of the plan, as predicted; measured_overhead: against eager's steps.
         rematerializes: whether the plan evaluates anything again.
@@ -175,7 +179,7 @@ class _Run:
     graphs: int
 
 
-def examine(architecture: Architecture, shares: Sequence[float] = SHARES, time_limit: float = 5.0) -> Row:
+def examine(architecture: Architecture, shares: Sequence[float | str] = SHARES, time_limit: float = 2.0) -> Row:
     """Build an architecture, train it eagerly and within budgets, and compare.
 
     Args:
@@ -240,7 +244,7 @@ def _plan(architecture: Architecture, asked: float | str, eager: _Run, time_limi
     except Exception as error:  # noqa: BLE001 - a run that ends is what is looked for
         found.exception = _words(error)
     found.seconds = step.scheduled.planning_seconds
-    found.reasons = [_first_line(reason) for reason in internals.capture_failures() - before]
+    found.reasons = [_in_brief(reason) for reason in internals.capture_failures() - before]
     found.failures = list(step.failures)
     if left_out := step.scheduled.left_out(training.module.named_parameters()):
         found.failures.append(f"not captured: what reads {left_out[0]} and {len(left_out) - 1} parameters more")
@@ -267,10 +271,10 @@ def _train(training: Training, call: Callable[..., torch.Tensor]) -> _Run:
     torch.manual_seed(1)
     peak, runs = 0, 0
     for number in range(STEPS):
-        if number:  # the first captures, in whatever that takes
+        if number:  # the second gives up what was allocated before anything was recorded: the third counts
             runs = _runs(call)
             held = held_bytes(module, batch, optimizer, gradients=True)
-            peak = max(peak, held + peak_memory(forward_and_backward, "cpu"))
+            peak = held + peak_memory(forward_and_backward, "cpu")
         else:
             forward_and_backward()
         numbers[f"loss of step {number + 1}"] = losses[-1].clone()
@@ -298,13 +302,13 @@ def _runs(call: object) -> int:
 
 
 def _differs(right: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> list[str]:
-    """Names of what is not there in both with the same bits, the first ten."""
+    """Names of what is not there in both with the same bits."""
     names = [
         name
         for name in dict.fromkeys([*right, *found])
         if name not in right or name not in found or not _same_bits(right[name], found[name])
     ]
-    return names if len(names) <= 10 else [*names[:10], f"and {len(names) - 10} more"]
+    return names if len(names) <= MOST_NAMES else [*names[:MOST_NAMES], f"and {len(names) - MOST_NAMES} more"]
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -317,6 +321,12 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _words(error: BaseException) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {_first_line(str(error))} ({Path(place.filename).name}:{place.lineno})"
+
+
+def _in_brief(reason: str) -> str:
+    """What Dynamo could not capture, and its explanation."""
+    explanation = re.search(r"^\s*Explanation: (.*)$", reason, flags=re.MULTILINE)
+    return f"{_first_line(reason)}: {explanation[1][:200]}" if explanation else _first_line(reason)
 
 
 def _first_line(text: str) -> str:
@@ -336,18 +346,26 @@ def _work(number: int, time_limit: float, connection: Any) -> None:
     """Examine one architecture, and send its row."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    gc.freeze()  # libraries: half a second each time that garbage is collected
     connection.send(examine(ARCHITECTURES[number], time_limit=time_limit).to_dict())
 
 
-def _in_own_process(context: Any, number: int, options: argparse.Namespace) -> Row:
-    """The row of one architecture, of whatever its process ended."""
-    architecture, started = ARCHITECTURES[number], time.perf_counter()
+def in_own_process(context: Any, architecture: Architecture, work: Callable[[Any], None], patience: float) -> Row:
+    """The row of one architecture, however its process ends.
+
+    Args:
+        context: of `multiprocessing`.
+        architecture: the one that ``work`` examines.
+        work: run in the process; sends the row, as plain data, through the connection that it is given.
+        patience: seconds, after which the process is ended.
+    """
+    started = time.perf_counter()
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(number, options.time_limit, theirs))
+    process = context.Process(target=work, args=(theirs,))
     process.start()
     theirs.close()
     row = Row(architecture.library, architecture.name, _version(architecture.library))
-    if ours.poll(options.patience):
+    if ours.poll(patience):
         try:
             row = Row.from_dict(ours.recv())
         except EOFError:
@@ -355,7 +373,7 @@ def _in_own_process(context: Any, number: int, options: argparse.Namespace) -> R
             row.trouble = f"its process ended with exit code {process.exitcode}"
     else:
         process.kill()
-        row.trouble = f"not done after {options.patience:.0f} s"
+        row.trouble = f"not done after {patience:g} s"
     process.join()
     row.seconds = time.perf_counter() - started
     return row
@@ -436,7 +454,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=Path, default=Path("models.jsonl"), help="JSON lines, added to as rows come")
     parser.add_argument("--resume", action="store_true", help="leave out what has a row")
     parser.add_argument("--patience", type=float, default=180.0, help="seconds for one architecture")
-    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds of the planner for one plan")
+    parser.add_argument("--time-limit", type=float, default=2.0, help="seconds of the planner for one plan")
     parser.add_argument("--table", action="store_true", help="run nothing: print the rows as Markdown")
     parser.add_argument("--list", action="store_true", help="run nothing: print the names")
     parser.add_argument(
@@ -468,9 +486,11 @@ def _run(chosen: Iterable[int], options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder, options.rows.open("a", encoding="utf-8") as file:
         os.environ.update(LIGHTNING_REMAT_CACHE=folder, OMP_NUM_THREADS="1")  # before the server starts
         for number in chosen:
-            if (ARCHITECTURES[number].library, ARCHITECTURES[number].name) in known:
+            architecture = ARCHITECTURES[number]
+            if (architecture.library, architecture.name) in known:
                 continue
-            row = _in_own_process(context, number, options)
+            work = functools.partial(_work, number, options.time_limit)
+            row = in_own_process(context, architecture, work, options.patience)
             print(json.dumps(row.to_dict(), allow_nan=False), file=file, flush=True)
             print(
                 f"{row.library}/{row.name}: {row.captured}, {row.seconds:.0f} s", "; ".join(row.troubles()), flush=True
