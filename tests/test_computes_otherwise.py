@@ -27,11 +27,19 @@ def mixtral() -> nn.Module:
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads))
 
 
+def long_t5() -> nn.Module:
+    """A mask of ones is made in eager mode alone, and adds its rows to the position's bias."""
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": WORDS}
+    blocks = {"local_radius": 3, "global_block_size": 4, "encoder_attention_type": "transient-global"}
+    config = transformers.LongT5Config(**sizes, **blocks, decoder_start_token_id=0)
+    return transformers.LongT5ForConditionalGeneration(config)
+
+
 NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 17)
 
 
 @pytest.mark.skipif(not NEWER, reason=f"transformers {transformers.__version__} computes in another way")
-@pytest.mark.parametrize("model", [mamba, mixtral])
+@pytest.mark.parametrize("model", [mamba, mixtral, long_t5])
 def test_bits_are_those_of_eager_mode(model: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     eager = model()

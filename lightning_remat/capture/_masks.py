@@ -6,8 +6,8 @@ the newer ones where the user gives a mask. Here it looks, as in eager mode: wha
 the step is captured, from the batch that it is captured with, and Dynamo guards on the answer: a batch with another answer is
 captured anew. What cannot be answered is answered with no, and a mask is made.
 
-The library also asks whether it is compiled where it would then compute in another way (Mamba's scan, experts' products): the
-answer is no there. Elsewhere it asks to know what can be traced, and gets Dynamo's own answer.
+The library also asks whether it is compiled where it would then compute in another way (Mamba's scan, experts' products,
+LongT5's mask of ones): the answer is no there. Elsewhere it asks to know what can be traced, and gets Dynamo's own answer.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ to the last always, as the library's own note has it.)
 _OTHERWISE = ("transformers.integrations.moe", "transformers.integrations.sdpa_attention")
 """Other modules that ask because they compute in another way when compiled."""
 
-_SCAN = "associative_scan"
-"""So do functions of models that name this."""
+_OWN_WAYS = {"associative_scan", "mask_seq_length"}
+"""So do functions of models that name one of these: a scan, or the length of a mask of ones that is left out when compiled."""
 
 _LOOKS = "fast_all"
 """How they look, beside ``torch.all``: as a sum that is compared, whose answer is the same."""
@@ -136,12 +136,8 @@ def _asking(translator: Any) -> types.ModuleType | None:
 
 def _computes_otherwise(code: types.CodeType) -> bool:
     files = [sys.modules[name].__file__ for name in _OTHERWISE if name in sys.modules]
-    return code.co_filename in files or _SCAN in (
-        *code.co_varnames,
-        *code.co_names,
-        *code.co_cellvars,
-        *code.co_freevars,
-    )
+    names = {*code.co_varnames, *code.co_names, *code.co_cellvars, *code.co_freevars}
+    return code.co_filename in files or bool(names & _OWN_WAYS)
 
 
 def _answered(translator: Any, tensor: Any) -> Any:

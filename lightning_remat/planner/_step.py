@@ -27,6 +27,7 @@ from lightning_remat.allocator import Footprint
 from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.capture import PARTS, Autocast, CapturedGraph, from_joint, name_assertions, same_device, stays
 from lightning_remat.capture import _torch as internals
+from lightning_remat.capture._buffers import buffers_are_known
 from lightning_remat.capture._checkpoints import checkpoints, refuse_other_second_evaluations
 from lightning_remat.capture._compiled import compiled_stays, is_compiled, name_of
 from lightning_remat.capture._constants import constants_are_known
@@ -794,6 +795,7 @@ class ScheduledStep:
         with (
             internals.tracing(self._dynamic_sources(), self._floats),
             masks_as_in_eager_mode(),
+            buffers_are_known(),
             numpy_as_constants(),
             constants_are_known(),
             messages_stay(),
