@@ -910,7 +910,7 @@ class ViewsOverABreak(Wild):
 
 
 class PicksRows(Wild):
-    """Boolean indexing: how many rows remain is not known before."""
+    """Boolean indexing: which rows remain is found before the step, and their number is a size."""
 
     def loss(self, batch: Any) -> torch.Tensor:
         x, y = batch
@@ -1501,7 +1501,6 @@ def known(reason: str, raises: type[BaseException] = AssertionError) -> Any:
 
 
 FOLLOWS_ERRORS = torch.__version__ >= (2, 14)  # Dynamo goes on in the user's `except` where an op is refused its input
-SUMS = "gradients of what a graph uses several times, and a later one again, are added up in another order than eager's"
 WHOLE = [
     Lora,
     MessagePassing, ModifiesTheBatch,
@@ -1536,6 +1535,7 @@ def test_whole(make: type[Wild]) -> None:
     ("make", "plans", "options"),
     [
         (SeveralTasks, 2, {}),  # one for each task
+        (PicksRows, 2, {}),  # one for each number of rows
         (Thawed, 2, {"max_epochs": 2}),
         (OwnAverage, 1, {"val": True}),
         (MocoThatEnqueuesLater, 2, {}),  # one with room for a copy of the queue
@@ -1550,10 +1550,9 @@ def test_whole_in_several_ways(make: type[Wild], plans: int, options: dict[str, 
 
 IN_PARTS = [
     Nested, KeepsAGradient, CriticByHand, ViewsOverABreak,
-    BranchesOnItsLoss, LoopsAsTheBatchSays, PicksRows,
+    BranchesOnItsLoss, LoopsAsTheBatchSays,
     LayerDropByPython, LayerDropByTorch, OwnGenerator,
-    pytest.param(WeightsOnBothSides, marks=known(SUMS)),
-    pytest.param(ResidualAroundABreak, marks=known(SUMS)),
+    WeightsOnBothSides, ResidualAroundABreak,
     pytest.param(TransposedOverABreak, marks=known("a gradient that comes over a break is copied to another layout")),
 ]  # fmt: skip
 

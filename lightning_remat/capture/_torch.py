@@ -183,6 +183,7 @@ __all__ = [
     "copied",
     "default_store",
     "dynamo_counters",
+    "ends_function",
     "enter_autocast",
     "exit_autocast",
     "expression",
@@ -642,12 +643,14 @@ class Modules:
         forward: returns ``returned`` outputs, then the saved tensors, then ``sizes`` saved sizes.
         backward: takes the saved sizes, the saved tensors and the tangents.
         returned, sizes: their numbers.
+        summands: how many of the backward's last outputs are no gradients of their own (see ``_sums``).
     """
 
     forward: torch.fx.GraphModule
     backward: torch.fx.GraphModule
     returned: int
     sizes: int
+    summands: int = 0
 
 
 ObserveNode = Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]
@@ -731,6 +734,8 @@ class Exchange:
         dropped: positions of gradients that the next backward does not hand over.
         unread: the tangents (targets of placeholders) that the next backward is not given, but zeros for.
         without: makes a backward with such tangents left out.
+        summands: see `Modules`.
+        taken: is given these by the next backward.
         observe: where it is set, every op is run through it (slow).
     """
 
@@ -739,6 +744,8 @@ class Exchange:
         self.dropped: frozenset[int] = frozenset()
         self.unread: frozenset[str] = frozenset()
         self.without: Callable[[torch.fx.GraphModule, frozenset[str]], torch.fx.GraphModule] = lambda module, _: module
+        self.summands = 0
+        self.taken: Callable[[Sequence[Any]], None] = lambda _: None
         self.observe: ObserveNode | None = None
         self._versions: dict[int, _Version] = {}  # the one that ran last at the end
         self._made_again: dict[int, tuple[Callable[[], Modules], tuple[str, ...]]] = {}
@@ -811,7 +818,12 @@ class Exchange:
         number = int(args.pop(self._sizes))
         dropped, self.dropped = self.dropped, frozenset()
         found = self._backward(number)(args, self.observe)
-        return tuple(None if i in dropped else one for i, one in enumerate(found)) if dropped else found
+        if dropped:
+            found = tuple(None if i in dropped else one for i, one in enumerate(found))
+        if self.summands:
+            self.taken(found[len(found) - self.summands :])
+            found = found[: len(found) - self.summands]
+        return found
 
     def _backward(self, number: int) -> _Runner:
         """The next backward of a version."""
@@ -845,7 +857,8 @@ def aot_backend(
     def partitioned(*args: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
         modules = partition(*args, **kwargs)
         exchange.add(modules)
-        return modules.forward, modules.backward
+        exchange.summands = modules.summands
+        return modules.forward, _with_gradients_alone(modules.backward, exchange.summands)
 
     def inference(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
         return boxed(module)
@@ -888,6 +901,16 @@ def aot_backend(
     return compiled, exchange
 
 
+def _with_gradients_alone(backward: torch.fx.GraphModule, summands: int) -> torch.fx.GraphModule:
+    """What AOTAutograd is shown, which counts the outputs (what runs is `Exchange.backward`)."""
+    if not summands:
+        return backward
+    graph = torch.fx.Graph()
+    outputs: Any = graph.graph_copy(backward.graph, {})
+    graph.output(tuple(outputs[: len(outputs) - summands]))
+    return torch.fx.GraphModule(backward, graph)
+
+
 @contextlib.contextmanager
 def _unread_ops_stay(stays: Callable[[Any], bool]) -> Iterator[None]:
     """Ops for which this is true are not taken for dead code."""
@@ -903,15 +926,19 @@ def _unread_ops_stay(stays: Callable[[Any], bool]) -> Iterator[None]:
         torch.fx.Node.is_impure = own  # type: ignore[method-assign]
 
 
+Around = Callable[[types.CodeType], contextlib.AbstractContextManager[Any]]
+
+
 def compile_frame(
     function: Callable[..., Any],
     backend: Callable[..., Any],
-    around: Callable[[], contextlib.AbstractContextManager[Any]],
+    around: Around,
     symbolic: bool = False,
 ) -> Callable[..., Any]:
     """``function`` captured by Dynamo: one graph a shape, or with symbols for the sizes that vary (see `varying`).
 
-    What ``around`` gives is open while a frame is captured, planned and lowered, and at no other time (see `tracing`).
+    What ``around`` gives (asked with the frame's code) is open while a frame is captured, planned and lowered, and at no other
+    time (see `tracing`).
     """
     context: Any = torch._dynamo.optimize(backend=backend, dynamic=None if symbolic else False)
     context.callback = _Capture(context.callback, around)
@@ -922,14 +949,14 @@ def compile_frame(
 class _Capture:
     """What Dynamo calls when it meets a frame for which it has no code."""
 
-    def __init__(self, capture: Any, around: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+    def __init__(self, capture: Any, around: Around) -> None:
         self._torchdynamo_orig_backend = (
             capture  # as Dynamo's own such wrappers name it: by it captured code is told apart
         )
         self._around = around
 
     def __call__(self, frame: Any, *args: Any) -> Any:
-        with compile_lock, self._around():
+        with compile_lock, self._around(frame.f_code):
             return self._torchdynamo_orig_backend(frame, *args)
 
 
@@ -1271,6 +1298,20 @@ def is_whole_function(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> bo
     reason = getattr(module, "compile_subgraph_reason", None)
     whole = reason is not None and not reason.graph_break
     return whole and not any(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in inputs)
+
+
+def ends_function(module: torch.fx.GraphModule, code: types.CodeType | None, function: Callable[..., Any]) -> bool:
+    """Whether nothing of a function follows after a graph that Dynamo has found in a frame of this code.
+
+    What Dynamo goes on with after a break begins on the same line as the function. A frame of another function is one that
+    was called by something that Dynamo has left alone.
+    """
+    reason = getattr(module, "compile_subgraph_reason", None)
+    plain = type(function).forward if isinstance(function, torch.nn.Module) else function
+    own = getattr(getattr(plain, "__func__", plain), "__code__", None)
+    if reason is None or reason.graph_break or own is None or code is None:
+        return False
+    return (code.co_filename, code.co_firstlineno) == (own.co_filename, own.co_firstlineno)
 
 
 def lead_only_to(nodes: Collection[Any], leaves: Iterable[torch.Tensor]) -> bool:

@@ -14,6 +14,7 @@ import logging
 import math
 import operator
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -36,6 +37,7 @@ from lightning_remat.capture._joint import module_path, target_name
 from lightning_remat.capture._masks import masks_as_in_eager_mode
 from lightning_remat.capture._messages import messages_stay
 from lightning_remat.capture._numpy import numpy_as_constants
+from lightning_remat.capture._sums import HandedOut, Sums, split_sums
 from lightning_remat.cost import CostCache, OpCost, cost_model
 from lightning_remat.errors import (
     CaptureError,
@@ -270,6 +272,7 @@ class ScheduledStep:
         self._floats = internals.VaryingFloats()
         self._left: dict[int, Any] = {}  # what the user has compiled, and tracing has met
         self._told_compiled = False
+        self._code: types.CodeType | None = None  # of the frame that is captured
         if is_compiled(function):
             self._give_up(
                 "it was compiled with torch.compile as a whole, and your compiler runs it; give the plain function or module "
@@ -790,8 +793,9 @@ class ScheduledStep:
     # -- capture ------------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _tracing(self) -> Iterator[None]:
+    def _tracing(self, code: types.CodeType) -> Iterator[None]:
         """Open while Dynamo captures a frame of the function, and what it hands over is planned."""
+        self._code = code
         with (
             internals.tracing(self._dynamic_sources(), self._floats),
             masks_as_in_eager_mode(),
@@ -821,6 +825,8 @@ class ScheduledStep:
         autocast = Autocast.around(module)
         draws_anew = any(node.kwargs.get("preserve_rng_state", True) is False for node in in_checkpoints)
         whole = internals.is_whole_function(module, inputs)
+        last = internals.ends_function(module, self._code, self.function)
+        sums: Sums = {}
         alone = self._accumulates() and whole
         accumulator = Accumulator(inputs) if alone else None
 
@@ -832,7 +838,10 @@ class ScheduledStep:
             static_lifetime_input_indices: Sequence[int] | None = None,
             **_: Any,
         ) -> internals.Modules:
+            nonlocal sums
             refuse_other_second_evaluations(joint.graph, draws_anew)
+            if not last:
+                sums = split_sums(joint.graph, num_fwd_outputs)
             captured = from_joint(
                 joint,
                 num_fwd_outputs,
@@ -866,7 +875,8 @@ class ScheduledStep:
                 self.plans.append(plan)
                 self.runs.append(0)
             planned.append((captured, problem, around, memory, index))
-            return lower(captured, plan.schedule)
+            summands = sum(len(positions) - 1 for positions in sums.values())
+            return dataclasses.replace(lower(captured, plan.schedule), summands=summands)
 
         self._progress("capturing")
         try:
@@ -927,14 +937,17 @@ class ScheduledStep:
             self._call.append((graph, number))
             copies = graph.buffers.copies(args, number, self.runs[number], self._batch)
             compare = graph.buffers.watch(args, copies, self.name or "captured graph")
-            outputs = compiled(*(copies.get(i, value) for i, value in enumerate(args))) if copies else compiled(*args)
+            handed_out = HandedOut(sums)
+            given = handed_out.inputs([copies.get(i, value) for i, value in enumerate(args)])
+            outputs = compiled(*given)
             added = {i: args[i] for i in accumulator.positions} if accumulator is not None else {}
             if accumulator is not None:
                 accumulator.alone = False  # until it is known what the call returns
                 self._nodes.update(internals.captured_node(one)[0] for one in outputs)
-            internals.on_backward(
-                args, outputs, functools.partial(self._backward_begins, graph, compare, added, self.runs[number] == 1)
+            begins = functools.partial(
+                self._backward_begins, graph, compare, added, handed_out, first=self.runs[number] == 1
             )
+            internals.on_backward((*args, *given), outputs, begins)
             return outputs
 
         return run
@@ -996,9 +1009,11 @@ class ScheduledStep:
         graph: _Graph,
         compare: Callable[[], None],
         added: Mapping[int, torch.nn.Parameter],
-        first: bool,
+        handed_out: HandedOut,
         unused: frozenset[int],
         node: Any,
+        *,
+        first: bool,
     ) -> None:
         """Of a graph, before anything of it has run.
 
@@ -1019,6 +1034,7 @@ class ScheduledStep:
         if unread is None:
             unread = graph.unread[unused] = graph.captured.tangents_of(unused) if unused else frozenset()
         graph.exchange.dropped, graph.exchange.unread = dropped, unread
+        graph.exchange.taken = handed_out.taken
         if graph.accumulator is not None:
             gradients = graph.captured.gradient_arguments
             graph.accumulator.begin(added, {gradients[i] for i in dropped})

@@ -1,0 +1,92 @@
+"""Gradients that several parts of a step add to one tensor: in eager's order, whatever the parts do with it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_remat.planner import RematConfig, ScheduledStep
+
+USES = {
+    "linear": lambda part, h, x: part.linear(h),
+    "again": lambda part, h, x: part.linear(h.tanh()) + part.other(h),
+    "residual": lambda part, h, x: h + part.drop(part.other(h).relu()),
+    "scaled": lambda part, h, x: h * part.scale + x * part.scale,
+    "shifted": lambda part, h, x: (h + x).sin() * (h + x).cos(),
+    "two_sums": lambda part, h, x: (h + 1).tanh() * (x + h).exp().sigmoid() * (1 + x).cos(),
+    "product": lambda part, h, x: h * x + x.tanh(),
+    "gated": lambda part, h, x: (x > 0) * h + x.detach() * x,
+    "viewed": lambda part, h, x: h.view(-1, 4).softmax(-1).view_as(h) + x.view(-1, 2).tanh().view_as(x),
+}
+
+
+class Parts(nn.Module):
+    """Each part of the step does several things with what comes in, with what an earlier one got, and with the weights."""
+
+    def __init__(self, parts: list[list[str]]) -> None:
+        super().__init__()
+        self.linear, self.other, self.drop = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(0.2)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+        self.parts = parts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x).sin()
+        first, second, third = self.parts
+        torch._dynamo.graph_break()
+        h = self.part(first, x, x)
+        torch._dynamo.graph_break()
+        h = self.part(second, h, x)
+        torch._dynamo.graph_break()
+        return (self.part(third, h, x) * x).square().mean()
+
+    def part(self, uses: list[str], h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        for use in uses:
+            h = USES[use](self, h, x)
+        return h
+
+
+class Looped(Parts):
+    """Dynamo leaves a loop with breaks alone: its parts are functions of their own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x = self.linear(x).sin()
+        for part in self.parts:
+            torch._dynamo.graph_break()
+            h = self.part(part, h, x)
+        return (h * x).square().mean()
+
+
+def steps(module: nn.Module, step: Any) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    found = []
+    for _ in range(3):
+        module.zero_grad()
+        loss = step(torch.randn(16, 8))
+        loss.backward()
+        found += [loss.detach(), *(torch.zeros(0) if p.grad is None else p.grad.clone() for p in module.parameters())]
+        with torch.no_grad():
+            for p in module.parameters():
+                p -= 0.1 * (0 if p.grad is None else p.grad)
+    return found
+
+
+@pytest.mark.parametrize("make", [Parts, Looped])
+@pytest.mark.parametrize("seed", range(8))
+def test_random_parts(make: type[Parts], seed: int) -> None:
+    draw = random.Random(seed)
+    parts = [draw.choices(sorted(USES), k=draw.randint(1, 4)) for _ in range(3)]
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        module = make(parts)
+        step: Any = (
+            ScheduledStep(module, RematConfig(budget="min", time_limit=0.1), name="parts") if planned else module
+        )
+        found.append(steps(module, step))
+    assert all(map(torch.equal, *found)), parts
+    assert len(step.plans) >= 3 <= sum(step.runs) / 3
+    assert not step.failures
