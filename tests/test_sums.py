@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from typing import Any
 
@@ -90,3 +91,23 @@ def test_random_parts(make: type[Parts], seed: int) -> None:
     assert all(map(torch.equal, *found)), parts
     assert len(step.plans) >= 3 <= sum(step.runs) / 3
     assert not step.failures
+
+
+def test_nothing_is_kept() -> None:
+    """After a step there are no more tensors than after one in eager mode."""
+    held = []
+    for planned in (False, True):
+        module = Parts([["again", "again"], ["scaled", "again"], ["linear"]])
+        step: Any = (
+            ScheduledStep(module, RematConfig(budget="min", time_limit=0.1), name="parts") if planned else module
+        )
+        for _ in range(2):
+            step(torch.randn(16, 8)).backward()
+            gradients = sum(p.grad.norm() for p in module.parameters() if p.grad is not None)
+            module.zero_grad()
+        gc.collect()
+        held.append(
+            sum(type(one) is torch.Tensor and one.shape == (8, 8) and not one.is_meta for one in gc.get_objects())
+        )
+        assert gradients > 0
+    assert held[1] == held[0]

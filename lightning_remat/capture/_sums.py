@@ -111,12 +111,12 @@ class HandedOut:
 
     def __init__(self, sums: Sums) -> None:
         self._sums = sums
-        self._first = min((positions[1] for positions in sums.values()), default=0)
-        self._summands: Sequence[torch.Tensor | None] = ()
+        self._summands: dict[int, torch.Tensor | None] = {}
 
     def taken(self, summands: Sequence[torch.Tensor | None]) -> None:
         """What a backward returns beyond its gradients."""
-        self._summands = summands
+        positions = sorted(position for several in self._sums.values() for position in several[1:])
+        self._summands = dict(zip(positions, summands, strict=True))
 
     def inputs(self, args: Sequence[Any]) -> list[Any]:
         """The arguments, of which those with several gradients pass these on to autograd one by one."""
@@ -127,7 +127,8 @@ class HandedOut:
         return given
 
     def of(self, argument: int) -> list[torch.Tensor | None]:
-        return [self._summands[position - self._first] for position in self._sums[argument][1:]]
+        """What is added to the first gradient of an argument; it is kept no longer."""
+        return [self._summands.pop(position) for position in self._sums[argument][1:]]
 
 
 class _Several(torch.autograd.Function):

@@ -745,7 +745,7 @@ class Exchange:
         self.unread: frozenset[str] = frozenset()
         self.without: Callable[[torch.fx.GraphModule, frozenset[str]], torch.fx.GraphModule] = lambda module, _: module
         self.summands = 0
-        self.taken: Callable[[Sequence[Any]], None] = lambda _: None
+        self.taken: Callable[[Sequence[Any]], None] | None = None
         self.observe: ObserveNode | None = None
         self._versions: dict[int, _Version] = {}  # the one that ran last at the end
         self._made_again: dict[int, tuple[Callable[[], Modules], tuple[str, ...]]] = {}
@@ -820,10 +820,10 @@ class Exchange:
         found = self._backward(number)(args, self.observe)
         if dropped:
             found = tuple(None if i in dropped else one for i, one in enumerate(found))
-        if self.summands:
-            self.taken(found[len(found) - self.summands :])
-            found = found[: len(found) - self.summands]
-        return found
+        taken, self.taken = self.taken, None
+        if self.summands and taken is not None:
+            taken(found[len(found) - self.summands :])
+        return found[: len(found) - self.summands]
 
     def _backward(self, number: int) -> _Runner:
         """The next backward of a version."""
