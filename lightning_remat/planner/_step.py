@@ -795,7 +795,7 @@ class ScheduledStep:
     @contextlib.contextmanager
     def _tracing(self, code: types.CodeType) -> Iterator[None]:
         """Open while Dynamo captures a frame of the function, and what it hands over is planned."""
-        self._code = code
+        around, self._code = self._code, code
         with (
             internals.tracing(self._dynamic_sources(), self._floats),
             masks_as_in_eager_mode(),
@@ -806,7 +806,10 @@ class ScheduledStep:
             self._early.found(),
             compiled_stays(lambda called: self._left.update({id(called): called})),
         ):
-            yield
+            try:
+                yield
+            finally:
+                self._code = around
 
     def _backend(
         self, module: torch.fx.GraphModule, inputs: Sequence[Any], symbolic: bool = False
@@ -840,7 +843,7 @@ class ScheduledStep:
         ) -> internals.Modules:
             nonlocal sums
             refuse_other_second_evaluations(joint.graph, draws_anew)
-            if not last:
+            if not last and accumulator is None:
                 sums = split_sums(joint.graph, num_fwd_outputs)
             captured = from_joint(
                 joint,
