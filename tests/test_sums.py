@@ -93,6 +93,31 @@ def test_random_parts(make: type[Parts], seed: int) -> None:
     assert not step.failures
 
 
+class Shown(Parts):
+    """A part does much with a tensor, and the loss comes from a view of it alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x).sin()
+        torch._dynamo.graph_break()
+        view, unread = x.view(-1), self.part(["product", "viewed"], x, x)
+        torch._dynamo.graph_break()
+        self.unread = unread.detach()
+        return view.square().mean()
+
+
+def test_a_part_without_a_backward() -> None:
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        module = Shown([])
+        step: Any = (
+            ScheduledStep(module, RematConfig(budget="min", time_limit=0.1), name="shown") if planned else module
+        )
+        found.append(steps(module, step))
+    assert all(map(torch.equal, *found))
+    assert step.plans
+
+
 def test_nothing_is_kept() -> None:
     """After a step there are no more tensors than after one in eager mode."""
     held = []

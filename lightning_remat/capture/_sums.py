@@ -127,8 +127,11 @@ class HandedOut:
         return given
 
     def of(self, argument: int) -> list[torch.Tensor | None]:
-        """What is added to the first gradient of an argument; it is kept no longer."""
-        return [self._summands.pop(position) for position in self._sums[argument][1:]]
+        """What is added to the first gradient of an argument; it is kept no longer.
+
+        Nothing, where a backward comes through a view of the argument, and not through what was captured.
+        """
+        return [self._summands.pop(position, None) for position in self._sums[argument][1:]]
 
 
 class _Several(torch.autograd.Function):
