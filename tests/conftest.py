@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -24,6 +25,14 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     threads = max(1, torch.get_num_threads() // int(os.environ["PYTEST_XDIST_WORKER_COUNT"]))
     torch.set_num_threads(threads)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of the processes that tests start
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_is_there_already_is_not_searched() -> None:
+    """Modules and caches are millions of objects. Each measurement collects garbage, and looks for the tensors there are."""
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -344,7 +344,9 @@ def test_a_network_with_batch_norm_and_attention(budget, channels_last):
     for s in steps:
         over[plan.graph.ops[s.op].target].append(plan.graph.ops[s.op].inputs.index(s.over))
     assert 0 in over["batch_norm_backward"]
-    assert {"aten._softmax.default", "aten._softmax_backward_data.default", "aten._log_softmax.default"} <= over.keys()
+    assert {"aten._softmax_backward_data.default", "aten._log_softmax.default"} <= over.keys()
+    # At the smallest peak, what softmax is given may be kept instead of what it gives: that depends on what each costs here.
+    assert budget == "min" or "aten._softmax.default" in over
     outside = plan.graph.input_bytes + plan.graph.resident_bytes
     assert plan.predicted_peak_bytes - outside == pytest.approx(peak, rel=0.02)
 
