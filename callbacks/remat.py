@@ -290,6 +290,8 @@ class RematCallback(Callback):
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._end_tracking(trainer)
+        if self._step is not None:
+            self._step.end_measured()
 
     @override
     def on_train_batch_end(

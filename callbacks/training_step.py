@@ -174,6 +174,7 @@ def surroundings(trainer: pl.Trainer, module: pl.LightningModule, reserve: int =
         accumulating=_accumulates(trainer) and not in_buckets,
         held_bytes=held_on_device(trainer, module),
         state_bytes=max(0, state - held_bytes(trainer.optimizers, device=device)),
+        kept_free_bytes=reserve,
     )
 
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import profiler as autograd_profiler
@@ -33,6 +34,18 @@ PROFILER_RUNS = (
 )
 
 
+class Stretch(NamedTuple):
+    """A part of a measured block, in bytes beyond what was held when the block began (negative where less is held).
+
+    Attributes:
+        begin_bytes: what is held when it begins.
+        peak_bytes: the most that is held at any moment of it.
+    """
+
+    begin_bytes: int
+    peak_bytes: int
+
+
 @dataclasses.dataclass
 class PeakMemory:
     """What `track_peak` found; filled in when its block ends.
@@ -45,6 +58,7 @@ class PeakMemory:
             ``None`` on the CPU.
         reserved_more: segments grew during the block.
         reason: why it could not be measured ("" where it could).
+        stretches: of the block, one more than there are calls of `mark`; empty until it ends, and where it was not measured.
     """
 
     device: torch.device
@@ -53,6 +67,12 @@ class PeakMemory:
     reserved_bytes: int | None = None
     reserved_more: bool = False
     reason: str = ""
+    stretches: list[Stretch] = dataclasses.field(default_factory=list)
+    _mark: Callable[[], None] = lambda: None
+
+    def mark(self) -> None:
+        """Here a new stretch begins."""
+        self._mark()
 
 
 def peak_memory(fn: Callable[[], object], device: torch.device | str | None = None) -> int:
@@ -88,7 +108,9 @@ def peak_memory(fn: Callable[[], object], device: torch.device | str | None = No
 
 
 @contextmanager
-def track_peak(device: torch.device | str | None = None) -> Iterator[PeakMemory]:
+def track_peak(
+    device: torch.device | str | None = None, *, give_way: Callable[[], None] | None = None
+) -> Iterator[PeakMemory]:
     """Measure the peak of a ``with`` block; see `peak_memory` for what is counted.
 
     On CPU this needs torch's profiler, of which only one can run. Where another one runs, or is set up to start with a
@@ -96,6 +118,7 @@ def track_peak(device: torch.device | str | None = None) -> Iterator[PeakMemory]
 
     Args:
         device: as for `peak_memory`.
+        give_way: ends the block, called before another one is measured on the CPU.
 
     Yields:
         A `PeakMemory`, whose ``peak_bytes`` is set when the block ends, by an exception too.
@@ -105,7 +128,7 @@ def track_peak(device: torch.device | str | None = None) -> Iterator[PeakMemory]
     """
     where = _device(device)
     peak = PeakMemory(where)
-    with _track_cuda(peak) if where.type == "cuda" else _track_cpu(peak):
+    with _track_cuda(peak) if where.type == "cuda" else _track_cpu(peak, give_way):
         yield peak
 
 
@@ -141,43 +164,98 @@ def held_bytes(*objects: object, gradients: bool = False, device: torch.device |
 # -- CUDA -------------------------------------------------------------------------------------------------------------
 
 
+_on_cuda: list[_CudaPeak] = []
+"""What is tracked now: the allocator has one peak, which begins anew for each stretch."""
+
+
+class _CudaPeak:
+    """The peaks of one block and its stretches, while the allocator's own is reset for other blocks and stretches too."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.start = torch.cuda.memory_allocated(device)
+        self.reserved_at_start = torch.cuda.memory_reserved(device)
+        self.allocated = self.reserved = 0
+        self.stretches: list[Stretch] = []
+        self._begin, self._peak = self.start, 0
+
+    def note(self) -> None:
+        """Before the allocator's peak is reset."""
+        allocated = torch.cuda.max_memory_allocated(self.device)
+        self._peak, self.allocated = max(self._peak, allocated), max(self.allocated, allocated)
+        self.reserved = max(self.reserved, torch.cuda.max_memory_reserved(self.device))
+
+    def mark(self) -> None:
+        """A stretch ends, and the next one begins."""
+        _reset_cuda(self.device)
+        self.stretches.append(Stretch(self._begin - self.start, self._peak - self.start))
+        self._begin, self._peak = torch.cuda.memory_allocated(self.device), 0
+
+
+def _reset_cuda(device: torch.device) -> None:
+    for other in _on_cuda:
+        if other.device == device:
+            other.note()
+    torch.cuda.reset_peak_memory_stats(device)
+
+
 @contextmanager
 def _track_cuda(peak: PeakMemory) -> Iterator[None]:
     torch.cuda.synchronize(peak.device)
-    torch.cuda.reset_peak_memory_stats(peak.device)
-    start, reserved = torch.cuda.memory_allocated(peak.device), torch.cuda.memory_reserved(peak.device)
+    _reset_cuda(peak.device)
+    own = _CudaPeak(peak.device)
+    _on_cuda.append(own)
+    peak._mark = own.mark
     try:
         yield
     finally:
         torch.cuda.synchronize(peak.device)
-        peak.allocated_bytes = torch.cuda.max_memory_allocated(peak.device)
-        peak.peak_bytes = peak.allocated_bytes - start
-        peak.reserved_bytes = torch.cuda.max_memory_reserved(peak.device)
-        peak.reserved_more = peak.reserved_bytes > reserved
+        own.mark()
+        _on_cuda.remove(own)
+        peak._mark = lambda: None
+        peak.allocated_bytes = own.allocated
+        peak.peak_bytes = peak.allocated_bytes - own.start
+        peak.reserved_bytes = own.reserved
+        peak.reserved_more = peak.reserved_bytes > own.reserved_at_start
+        peak.stretches = own.stretches
 
 
 # -- CPU --------------------------------------------------------------------------------------------------------------
 
 
+_give_way: list[Callable[[], None]] = []
+"""What ends the blocks that are measured now, where they may end early."""
+
+
 @contextmanager
-def _track_cpu(peak: PeakMemory) -> Iterator[None]:
+def _track_cpu(peak: PeakMemory, give_way: Callable[[], None] | None) -> Iterator[None]:
+    for end in list(_give_way):
+        end()
     if profiler_in_use():
         peak.reason = PROFILER_RUNS
         yield
         return
     changes: list[_Change] = []
+    marks: list[int] = []
+    peak._mark = lambda: marks.append(time.time_ns())
     watches = _watch_releases(changes)
     recorder: Any = autograd_profiler.profile(use_cpu=True, profile_memory=True)
     with quiet_profiler():
         recorder.__enter__()
+    if give_way is not None:
+        _give_way.append(give_way)
     try:
         yield
     finally:
+        peak._mark = lambda: None
+        if give_way is not None:
+            _give_way.remove(give_way)
         if profiler_running():
             recorder.__exit__(None, None, None)
             del watches
             changes += _recorded(recorder.kineto_results.experimental_event_tree())
-            peak.peak_bytes = _largest_running_sum(changes)
+            peak.stretches = _stretches(changes, marks)
+            peak.peak_bytes = max(0, *(stretch.peak_bytes for stretch in peak.stretches))
         else:  # the block started a profiler of its own, which ended this one
             peak.reason = PROFILER_RUNS
 
@@ -186,12 +264,17 @@ _Change = tuple[int, int]
 """Nanoseconds on the system's clock, and bytes allocated (or, negative, released) at that moment."""
 
 
-def _largest_running_sum(changes: Iterable[_Change]) -> int:
-    held = peak = 0
-    for _, nbytes in sorted(changes, key=lambda change: change[0]):
-        held += nbytes
-        peak = max(peak, held)
-    return peak
+def _stretches(changes: Iterable[_Change], marks: Sequence[int]) -> list[Stretch]:
+    """The running sum of all changes, up to each mark and from the last one on."""
+    waiting = sorted(changes, key=lambda change: change[0])[::-1]
+    held, found = 0, []
+    for end in (*marks, math.inf):
+        begin = peak = held
+        while waiting and waiting[-1][0] < end:
+            held += waiting.pop()[1]
+            peak = max(peak, held)
+        found.append(Stretch(begin, peak))
+    return found
 
 
 def _recorded(events: Iterable[Any]) -> Iterator[_Change]:

@@ -736,6 +736,7 @@ class Exchange:
         without: makes a backward with such tangents left out.
         summands: see `Modules`.
         taken: is given these by the next backward.
+        done: called when the next backward has run.
         observe: where it is set, every op is run through it (slow).
     """
 
@@ -746,6 +747,7 @@ class Exchange:
         self.without: Callable[[torch.fx.GraphModule, frozenset[str]], torch.fx.GraphModule] = lambda module, _: module
         self.summands = 0
         self.taken: Callable[[Sequence[Any]], None] | None = None
+        self.done: Callable[[], None] | None = None
         self.observe: ObserveNode | None = None
         self._versions: dict[int, _Version] = {}  # the one that ran last at the end
         self._made_again: dict[int, tuple[Callable[[], Modules], tuple[str, ...]]] = {}
@@ -823,6 +825,9 @@ class Exchange:
         taken, self.taken = self.taken, None
         if self.summands and taken is not None:
             taken(found[len(found) - self.summands :])
+        done, self.done = self.done, None
+        if done is not None:
+            done()
         return found[: len(found) - self.summands]
 
     def _backward(self, number: int) -> _Runner:

@@ -49,8 +49,10 @@ from lightning_remat.errors import (
 )
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.lowering import lower, without_tangents
+from lightning_remat.measure import held_bytes
 from lightning_remat.planner._accumulate import Accumulator
 from lightning_remat.planner._agreement import Agreement
+from lightning_remat.planner._beside import NOTHING_BESIDE, Beside, MeasuredStep, measured_beside, peak_beside
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._device_memory import DeviceAllocator, DeviceMemory, allocated_bytes
 from lightning_remat.planner._late import with_late_gradients
@@ -124,8 +126,24 @@ class _Stop(BaseException):
         self.error = error
 
 
+MEASURED = 3
+"""Steps of the same shapes that are measured, at most: planned again each time, until no more is found beside the plans."""
+
+SETTLED = 0.01
+"""Of a step's peak: what is found beside the plans is not planned for where it changes the peak by less, within the budget."""
+
 MOST_PATHS = 8
 """Sequences of graphs, for the same shapes, that are planned together: where Python decides by data there may be very many."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Measured:
+    """A call that is measured: its shapes, what is held when it begins, as far as that is known, and what it has run."""
+
+    step: MeasuredStep
+    shapes: Shapes
+    at_start_bytes: int
+    call: list[tuple[_Graph, int]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(eq=False)
@@ -260,6 +278,11 @@ class ScheduledStep:
         # Plans that were made for a call as a whole: by its shapes and graphs so far, that of the last of these graphs.
         self._together: dict[tuple[Shapes, _Path], int] = {}
         self._settled: Recent[tuple[Shapes, _Path], None] = Recent()  # whole calls that have been looked at
+        # What was measured beside the graphs of such a call; of plans, what there is beside their graphs of that.
+        self._beside: Recent[tuple[Shapes, _Path], tuple[Beside, ...]] = Recent()
+        self._planned_beside: dict[int, Beside] = {}
+        self._to_measure: Recent[Shapes, int] = Recent()  # how many more calls of these shapes
+        self._measured_call: _Measured | None = None
         self._joint_plans: Recent[Shapes, int] = Recent()
         self._search: tuple[Search, _Graph] | None = None
         self._to_search: list[_Graph] = []
@@ -281,6 +304,7 @@ class ScheduledStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or self._gave_up:
+            self.end_measured()
             return self.function(*args, **kwargs)
         self._early.begin(args, kwargs)
         try:
@@ -299,6 +323,7 @@ class ScheduledStep:
         self._batch = frozenset(map(id, leaves))
         self._call.clear()
         self._nodes.clear()
+        self._plan_what_was_measured()
         if shapes in self._fits_anyway:
             return self.function(*args, **kwargs)
         started, planning_seconds = time.monotonic(), self.planning_seconds
@@ -307,6 +332,10 @@ class ScheduledStep:
         self._began = time.time()
         compiled, varying = self._compiled(shapes, leaves)
         known_failures = internals.capture_failures() if not self.plans or compiled is self._symbolic else None
+        if self._to_measure.get(shapes):
+            device = self._graphs[-1].captured.device
+            at_start = self._held_at_start() + held_bytes(leaves, device=device)
+            self._measured_call = _Measured(MeasuredStep(device), shapes, at_start)
         try:
             with internals.varying(varying):
                 result = compiled(*args, **kwargs)
@@ -337,6 +366,7 @@ class ScheduledStep:
             self._plan_together(shapes, path)
         if self._captured_now:
             self.planning_seconds = planning_seconds + time.monotonic() - started
+        self._measure_next(shapes, result)
         return result
 
     def _tell_compiled(self) -> None:
@@ -364,7 +394,8 @@ class ScheduledStep:
 
     def _in_parts(self) -> bool:
         """Whether the present call has run several graphs, or one that has no plan within the budget as it came."""
-        return len(self._call) > 1 or any(FOR_ONCE in self.plans[number].notes for _, number in self._call)
+        alone = any(FOR_ONCE in self.plans[number].notes for _, number in self._call)
+        return len(self._call) > 1 or alone or (self._shapes, tuple(graph for graph, _ in self._call)) in self._beside
 
     def _adds_gradients(self, result: Any) -> bool:
         """Let a call's only graph add gradients itself, if it may; whether this is as foreseen when it was captured."""
@@ -457,6 +488,7 @@ class ScheduledStep:
 
     def close(self) -> None:
         """End what still searches beside the training, and leave the allocator as it was; the plans at hand stay."""
+        self.end_measured()
         self._allocator.put_back()
         if self._search is not None:
             self._search[0].close()
@@ -657,6 +689,71 @@ class ScheduledStep:
             self._joint_plans[shapes] = paths + 1
         self._settled[shapes, path] = None
 
+    def _measure_next(self, shapes: Shapes, result: Any) -> None:
+        """After a call: whether the next ones of these shapes are measured, since more than its graphs runs in a step."""
+        if self._measured_call is not None:
+            if self._captured_now:  # capturing and planning take memory too
+                self.end_measured()
+                self._measured_call = None
+            else:
+                self._measured_call.call = list(self._call)
+        elif self._captured_now and self._may_measure() and (len(self._call) > 1 or _leaves_a_loss_to_do(result)):
+            self._to_measure[shapes] = MEASURED
+
+    def _may_measure(self) -> bool:
+        if not self._call or self.agreement is not None or self.several_backwards:
+            return False
+        return all(graph.sized is None and graph.captured.device.type in ("cpu", "cuda") for graph, _ in self._call)
+
+    def _held_at_start(self) -> int:
+        """What is on the device when a step begins, but for what it is given, as far as that is known."""
+        around = self._surroundings()
+        if around.module_bytes:
+            return around.held_bytes + around.state_bytes
+        weights = {key: nbytes for graph in self._graphs for key, nbytes in graph.weights.items()}
+        static = max(graph.captured.static_bytes for graph in self._graphs)
+        resident = around.resident_bytes - around.kept_free_bytes
+        return static + resident + (sum(weights.values()) if around.old_gradients else 0)
+
+    def end_measured(self) -> None:
+        """The backward of the last call is done: if it is measured, what comes until the next one is not part of it."""
+        if self._measured_call is not None:
+            self._measured_call.step.end()
+
+    def _plan_what_was_measured(self) -> None:
+        """Before a call: if the last one was measured, and held more or less than planned, plan what it ran again.
+
+        Raises:
+            InfeasibleBudgetError: when there is no room for what was found.
+        """
+        self.end_measured()
+        measured, self._measured_call = self._measured_call, None
+        if measured is None or not measured.call:
+            return
+        shapes, path = measured.shapes, tuple(graph for graph, _ in measured.call)
+        kept_free = path[0].around.kept_free_bytes
+        held = measured.step.held(len(path), measured.at_start_bytes, kept_free)
+        if held is None:  # another profiler runs
+            return
+        self._to_measure[shapes] = (self._to_measure.get(shapes) or 1) - 1
+        plans = [self.plans[number] for _, number in measured.call]
+        known = [self._planned_beside.get(number, NOTHING_BESIDE) for _, number in measured.call]
+        found = tuple(map(measured_beside, plans, known, held))
+        before = max(plan.predicted_peak_bytes for plan in plans)
+        after = max(map(peak_beside, plans, known, found))
+        most = max(nbytes or 0 for one in held for nbytes in dataclasses.astuple(one))
+        settled = most <= plans[0].budget_bytes and abs(after - before) <= SETTLED * before
+        if settled or any(key != (shapes, path) and _begins_alike(key, shapes, path) for key in self._settled):
+            self._to_measure[shapes] = 0
+            return
+        log.info("%s holds %+d bytes beside its plans: planned again", self.name or "the step", after - before)
+        self._beside[shapes, path] = found
+        for i in range(len(path)):
+            self._together.pop((shapes, path[: i + 1]), None)
+        self._settled.keep(lambda key, _: key != (shapes, path))
+        self._plan_path(shapes, path)
+        self._settled[shapes, path] = None
+
     def _plan_within_what_is_left(self, shapes: Shapes, path: _Path) -> None:
         """Plan a path; where one of its graphs ran out of memory and came down to too little for all, within the smallest."""
         try:
@@ -671,6 +768,8 @@ class ScheduledStep:
         """Whether what the graphs of a call run, each planned as it came, may be other than what a plan for all of them is."""
         if all((shapes, path[: i + 1]) in self._together for i in range(len(path))):
             return False
+        if (shapes, path) in self._beside:
+            return True
         budget = parse_budget(self.config.budget)
         of_each = budget.kind is BudgetKind.MIN or (budget.kind is BudgetKind.SHARE and budget.value != 1)
         shared = sum(len(graph.weights) for graph in path) > len({key for graph in path for key in graph.weights})
@@ -681,9 +780,13 @@ class ScheduledStep:
         """One plan for the graphs of a call, those that already have one for calls that begin alike kept if that can be."""
         known = [self._together.get((shapes, path[: i + 1])) for i in range(len(path))]
         fixed = [number for number in known[: known.index(None)] if number is not None]
-        log.info("%s is captured as %d graphs, and planned again together", self.name or "the step", len(path))
+        if len(path) > 1:
+            log.info("%s is captured as %d graphs, and planned again together", self.name or "the step", len(path))
         captured = {graph: with_outside(graph.captured) for graph in path}
-        parts = [Part(captured[graph], graph.weights, graph.around) for graph in path]
+        beside = self._beside.get((shapes, path)) or (NOTHING_BESIDE,) * len(path)
+        parts = [
+            Part(captured[graph], graph.weights, graph.around, one) for graph, one in zip(path, beside, strict=True)
+        ]
         try:
             plans = self._joint(parts, fixed, path[0].memory)
         except InfeasibleBudgetError:
@@ -699,7 +802,8 @@ class ScheduledStep:
             self._refused(parts[0].graph, str(error), "its graphs keep the plans that were made for each")
             return
         for i in range(len(fixed), len(path)):
-            self._together[shapes, path[: i + 1]] = self._add_plan(plans[i], path[i], parts[i].captured)
+            number = self._together[shapes, path[: i + 1]] = self._add_plan(plans[i], path[i], parts[i].captured)
+            self._planned_beside[number] = beside[i]
 
     def _joint(self, parts: Sequence[Part], fixed: Sequence[int], memory: DeviceMemory | None) -> list[Plan]:
         schedules = [self.plans[number].schedule for number in fixed]
@@ -814,6 +918,7 @@ class ScheduledStep:
     def _backend(
         self, module: torch.fx.GraphModule, inputs: Sequence[Any], symbolic: bool = False
     ) -> Callable[..., Any]:
+        self.end_measured()  # measuring the costs of what is captured needs what measures a step
         in_checkpoints = checkpoints(module)
         name_assertions(module)
         if self._gave_up:  # in the midst of a call
@@ -937,18 +1042,25 @@ class ScheduledStep:
                     self._last = plan
                 elif graph.sized is not None:
                     self._last = graph.sized, plan
+            position = len(self._call)
             self._call.append((graph, number))
+            measured = self._measured_call.step if self._measured_call is not None else None
             copies = graph.buffers.copies(args, number, self.runs[number], self._batch)
             compare = graph.buffers.watch(args, copies, self.name or "captured graph")
             handed_out = HandedOut(sums)
             given = handed_out.inputs([copies.get(i, value) for i, value in enumerate(args)])
+            if measured is not None:
+                measured.begins(position, "forward")
             outputs = compiled(*given)
+            if measured is not None:
+                measured.ends(position, "forward")
             added = {i: args[i] for i in accumulator.positions} if accumulator is not None else {}
             if accumulator is not None:
                 accumulator.alone = False  # until it is known what the call returns
                 self._nodes.update(internals.captured_node(one)[0] for one in outputs)
+            first = self.runs[number] == 1
             begins = functools.partial(
-                self._backward_begins, graph, compare, added, handed_out, first=self.runs[number] == 1
+                self._backward_begins, graph, compare, added, handed_out, measured, position, first=first
             )
             internals.on_backward((*args, *given), outputs, begins)
             return outputs
@@ -1013,6 +1125,8 @@ class ScheduledStep:
         compare: Callable[[], None],
         added: Mapping[int, torch.nn.Parameter],
         handed_out: HandedOut,
+        measured: MeasuredStep | None,
+        position: int,
         unused: frozenset[int],
         node: Any,
         *,
@@ -1038,6 +1152,9 @@ class ScheduledStep:
             unread = graph.unread[unused] = graph.captured.tangents_of(unused) if unused else frozenset()
         graph.exchange.dropped, graph.exchange.unread = dropped, unread
         graph.exchange.taken = handed_out.taken
+        if measured is not None:
+            measured.begins(position, "backward")
+            graph.exchange.done = functools.partial(measured.ends, position, "backward")
         if graph.accumulator is not None:
             gradients = graph.captured.gradient_arguments
             graph.accumulator.begin(added, {gradients[i] for i in dropped})
@@ -1195,6 +1312,11 @@ class ScheduledStep:
 
 def _fits_as_it_is(plan: Plan | SizedPlan) -> bool:
     return plan.baseline_peak_bytes * EAGER_EXTRA <= plan.budget_bytes
+
+
+def _leaves_a_loss_to_do(result: Any) -> bool:
+    """Whether something is computed from what a call returns, before its backward begins."""
+    return any(one.requires_grad and one.numel() > 1 for one in internals.tensor_leaves(result))
 
 
 def _begins_alike(key: tuple[Shapes, _Path], shapes: Shapes, path: _Path) -> bool:

@@ -27,6 +27,7 @@ class Surroundings:
         accumulating: they live through the backward too.
         held_bytes: what of all this the process holds already.
         state_bytes: of ``resident_bytes``, what comes after the first step (the optimizer's state).
+        kept_free_bytes: of ``resident_bytes``, what something else will need, which does not hold it now.
     """
 
     module_bytes: int = 0
@@ -36,6 +37,7 @@ class Surroundings:
     accumulating: bool = False
     held_bytes: int = 0
     state_bytes: int = 0
+    kept_free_bytes: int = 0
 
     def put_around(
         self,

@@ -24,6 +24,7 @@ from lightning_remat.allocator import Footprint, footprint_together
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.errors import InfeasibleBudgetError
 from lightning_remat.graph import ComputationGraph, Op, Phase
+from lightning_remat.planner._beside import NOTHING_BESIDE, OUTSIDE, Beside, floor_bytes, needing
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._device_memory import DeviceMemory, less
 from lightning_remat.planner._make import Progress, make_plan, resolve_budget
@@ -36,9 +37,6 @@ from lightning_remat.solvers._prune import once
 from lightning_remat.solvers._registry import ANY_ORDER
 
 log = logging.getLogger(__name__)
-
-OUTSIDE = "outside"
-"""Name of the op that stands for what others need."""
 
 NEEDS = (0.0, 1.0)
 """What others need where curves are made, as shares of the graph's own peak: where it is large, what is kept is what counts."""
@@ -61,11 +59,12 @@ MOST_CHOICES = 400
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One graph of a step, with costs, and what lies around it."""
+    """One graph of a step, with costs, and what lies around it, as far as it is known and as it was measured."""
 
     captured: CapturedGraph
     weights: Weights
     around: Surroundings
+    beside: Beside = NOTHING_BESIDE
 
     @property
     def graph(self) -> ComputationGraph:
@@ -104,12 +103,6 @@ def with_outside(captured: CapturedGraph) -> CapturedGraph:
         nodes=(*captured.nodes[:at], None, *captured.nodes[at:]),
         calls=(*captured.calls[:at], None, *captured.calls[at:]),
     )
-
-
-def needing(graph: ComputationGraph, nbytes: int) -> ComputationGraph:
-    """A graph of `with_outside` with so many bytes needed by others."""
-    ops = [dataclasses.replace(op, workspace_bytes=nbytes) if op.name == OUTSIDE else op for op in graph.ops]
-    return graph.replace(ops=tuple(ops))
 
 
 def kept_bytes(plan: Plan) -> int:
@@ -188,10 +181,14 @@ def _planned_together(
 
     def beside(i: int, kept: int) -> ComputationGraph:
         """Graph i, with so many bytes kept by the earlier ones."""
+        return measured[i].put_beside(around(i, kept))
+
+    def around(i: int, kept: int) -> ComputationGraph:
         earlier = [(part.graph, part.weights) for part in parts[:i]]
         later = [part.weights for part in parts[i + 1 :]]
         return parts[i].around.put_around(parts[i].captured, parts[i].weights, earlier, later, kept)
 
+    measured = [part.beside.within(around(i, 0)) for i, part in enumerate(parts)]  # the same whatever is kept
     alone = [beside(i, 0) for i in range(len(parts))]
     # What is handed over from one graph to the next is counted by both: from some amount on each byte kept counts.
     total = sum(graph.floor_bytes + sum(graph.storages) for graph in alone)
@@ -214,7 +211,7 @@ def _planned_together(
         return _smallest(lambda budget: _cheapest(options(), free, budget), peak, first)
 
     device = parts[0].captured.device
-    floor = max(graph.floor_bytes for graph in alone)
+    floor = max(map(floor_bytes, alone))
     budget = resolve_budget(config, floor, peak(plain), lambda: peak(smallest()), device, held_bytes)
     plain_fits = peak(plain) <= budget and not fixed
     choice = plain if plain_fits else _cheapest(options(), free, budget)
@@ -244,7 +241,9 @@ def _planned_together(
             else:
                 # What a schedule evaluates after the op for others' needs is kept too, and was not in the room left to them.
                 others = [*chosen[:i], _option(alone[i], found.schedule), *chosen[i + 1 :]]
-                if found.predicted_seconds < given.predicted_seconds and max(_peaks(others, free)) <= budget:
+                better = found.predicted_seconds < given.predicted_seconds
+                alone_as_good = len(parts) == 1 and found.predicted_seconds == given.predicted_seconds  # and certified
+                if (better or alone_as_good) and max(_peaks(others, free)) <= budget:
                     plan = found
                 interrupted = interrupted or INTERRUPTED in found.notes
         chosen[i] = _option(alone[i], plan.schedule)
@@ -281,8 +280,9 @@ def _options(graph: ComputationGraph, time_limit: float) -> Iterable[_Option]:
     yield _option(graph, plain)
     own = simulate(graph, plain).peak_bytes
     seen = {plain}
+    measured = max(op.workspace_bytes for op in graph.ops if op.name == OUTSIDE)
     for share in NEEDS:
-        for solution in plan_curve(needing(graph, int(share * own)), POINTS, time_limit).solutions:
+        for solution in plan_curve(needing(graph, max(measured, int(share * own))), POINTS, time_limit).solutions:
             assert solution.schedule is not None
             if solution.schedule not in seen:
                 seen.add(solution.schedule)
@@ -301,7 +301,7 @@ def _option(graph: ComputationGraph, schedule: Schedule) -> _Option:
 
 
 def _peaks(options: Sequence[_Option], free: Sequence[int]) -> list[int]:
-    """The peak while each graph runs. Of what the earlier ones keep, ``free`` bytes are this one's own inputs."""
+    """The peak while each graph runs or waits. Of what the earlier ones keep, ``free`` bytes are this one's own inputs."""
     kept, peaks = 0, []
     for option, handed_over in zip(options, free, strict=True):
         peaks.append(option.peak_bytes + max(0, kept - handed_over))
@@ -310,13 +310,14 @@ def _peaks(options: Sequence[_Option], free: Sequence[int]) -> list[int]:
 
 
 def _needed_by_later(i: int, graph: ComputationGraph, options: Sequence[_Option], free: Sequence[int]) -> int:
-    """Bytes that graph i may not have when its forward ends, since a later graph needs them at its peak."""
+    """Bytes that graph i may not have when its forward ends, since a later graph, or what is none, needs them at its peak."""
     later = max(_peaks(options, free)[i + 1 :], default=0)
     schedule = options[i].schedule
     outside = next(n for n, op in enumerate(graph.ops) if op.name == OUTSIDE)
     at = next(n for n, step in enumerate(schedule.steps) if getattr(step, "op", None) == outside)
     kept_before = max(0, sum(option.kept_bytes for option in options[:i]) - free[i])
-    return max(0, later - kept_before - int(simulate(graph, schedule).during[at]))
+    own = graph.ops[outside].workspace_bytes
+    return max(own, later - kept_before - int(simulate(graph, schedule).during[at]) + own)
 
 
 def _cheapest(options: Sequence[Sequence[_Option]], free: Sequence[int], budget_bytes: float) -> _Choice | None:

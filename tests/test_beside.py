@@ -1,0 +1,185 @@
+"""What runs between and around captured graphs is measured in one step, and planned for."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_remat import InfeasibleBudgetError, rematerialize
+from lightning_remat.measure import held_bytes, peak_memory, track_peak
+from lightning_remat.planner import _step
+from tests.helpers.training import assert_same
+
+MIB = 2**20
+
+
+def network(width: int, layers: int) -> torch.nn.Sequential:
+    made = [(torch.nn.Linear(width, width), torch.nn.GELU(), torch.nn.Dropout(0.1)) for _ in range(layers)]
+    return torch.nn.Sequential(*(module for layer in made for module in layer))
+
+
+def mean(y: torch.Tensor) -> torch.Tensor:
+    """Nothing to plan for: it holds nothing, and its gradient is one number."""
+    return y.mean()
+
+
+def of_pairs(y: torch.Tensor) -> torch.Tensor:
+    """A contrastive loss: larger than anything that the module holds."""
+    return torch.cdist(y, y).exp().neg().softmax(-1).log().mean()
+
+
+class Between(torch.nn.Module):
+    """What Dynamo leaves alone, in the middle, holds as much for its backward as a graph does."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.first, self.second, self.times = network(64, 4), network(64, 4), times
+
+    @torch._dynamo.disable
+    def between(self, y: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            y = torch.tanh(y + 1)
+        return y.repeat_interleave(4, 0).sin()[::4]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.between(self.first(x))).square().mean()
+
+
+def steps(
+    call: Any, module: torch.nn.Module, x: torch.Tensor, loss: Callable[..., Any], count: int
+) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses = []
+    for _ in range(count):
+        found = loss(call(x))
+        module.zero_grad()
+        found.backward()
+        optimizer.step()
+        losses.append(found.detach())
+    return [*losses, *(p.detach().clone() for p in module.parameters()), torch.get_rng_state()]
+
+
+def measured(call: Any, module: torch.nn.Module, x: torch.Tensor, loss: Callable[..., Any]) -> int:
+    def step() -> None:
+        found = loss(call(x))
+        module.zero_grad()
+        found.backward()
+
+    return held_bytes(module, x, gradients=True) + peak_memory(step, "cpu")
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7, "min", 1.0])
+@pytest.mark.parametrize("loss", [mean, of_pairs])
+def test_a_loss_outside_of_the_module(share: float | str, loss: Callable[..., Any]) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    original, x = network(64, 8), torch.randn(1024, 64)
+    eager, module = copy.deepcopy(original), copy.deepcopy(original)
+    expected = steps(eager, eager, x, loss, 5)
+    call = rematerialize(module, budget=share, cost_model="unit", time_limit=2.0)
+    assert_same(expected, steps(call, module, x, loss, 5))
+    assert call.failures == ()
+    peak = measured(call, module, x, loss)
+    assert peak <= call.plan.budget_bytes
+    if loss is of_pairs:
+        assert call.plan.predicted_peak_bytes == pytest.approx(peak, rel=0.02)
+        assert call.runs[0] == 2  # as it came, and measured; then with the loss beside it
+        assert sum(call.runs) == 6
+    else:
+        assert peak <= call.plan.predicted_peak_bytes <= peak + x.nbytes
+        assert len(call.plans) == 1
+
+
+def test_what_a_loss_needs_is_left_to_it() -> None:
+    """A size: the first plan fills it, the next leaves room."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module, x = network(64, 8), torch.randn(1024, 64)
+    eager = copy.deepcopy(module)
+    steps(eager, eager, x, of_pairs, 1)
+    plain = measured(eager, eager, x, of_pairs)
+    call = rematerialize(module, budget=int(0.9 * plain), cost_model="unit", time_limit=2.0)
+    steps(call, module, x, of_pairs, 3)
+    assert not call.plans[0].rematerializes
+    assert call.plan.rematerializes
+    assert measured(call, module, x, of_pairs) <= call.plan.budget_bytes == int(0.9 * plain)
+
+
+def test_where_there_is_no_room_for_a_loss_this_is_said() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module, x = network(64, 8), torch.randn(1024, 64)
+    call = rematerialize(module, budget=8 * MIB, cost_model="unit", time_limit=2.0)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        steps(call, module, x, of_pairs, 3)
+    assert caught.value.smallest_bytes > 8 * MIB
+    with pytest.raises(InfeasibleBudgetError):  # each time
+        call(x)
+    call = rematerialize(module, budget=caught.value.smallest_bytes, cost_model="unit", time_limit=2.0)
+    steps(call, module, x, of_pairs, 3)
+    assert measured(call, module, x, of_pairs) <= caught.value.smallest_bytes
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7, "min", 1.0])
+def test_between_two_graphs(share: float | str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    original, x = Between(4), torch.randn(2048, 64)
+    eager, module = copy.deepcopy(original), copy.deepcopy(original)
+
+    def loss(found: torch.Tensor) -> torch.Tensor:
+        return found
+
+    expected = steps(eager, eager, x, loss, 6)
+    call = rematerialize(module, budget=share, cost_model="unit", time_limit=3.0)
+    assert_same(expected, steps(call, module, x, loss, 6))
+    peak = measured(call, module, x, loss)
+    assert peak <= call.plan.budget_bytes
+    assert call.plan.predicted_peak_bytes == pytest.approx(peak, rel=0.02)
+
+
+def test_a_profiler_of_the_users_is_left_alone() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module, x = network(64, 8), torch.randn(1024, 64)
+    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=2.0)
+    with torch.profiler.profile() as profiler:
+        steps(call, module, x, of_pairs, 3)
+    assert any("cdist" in event.name for event in profiler.events())
+    assert len(call.plans) == 1
+    steps(call, module, x, of_pairs, 3)  # measured now
+    assert len(call.plans) > 1
+
+
+def test_no_backward_ends_nothing() -> None:
+    torch._dynamo.reset()
+    module, x = network(64, 8), torch.randn(1024, 64)
+    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=2.0)
+    for _ in range(4):
+        call(x)
+    call.close()
+    with track_peak("cpu") as peak:
+        torch.zeros(MIB)
+    assert peak.peak_bytes == 4 * MIB
+    assert sum(call.runs) == 4
+
+
+def test_steps_are_measured_no_more_than_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    begun = []
+
+    class Counted(_step.MeasuredStep):
+        def __init__(self, device: torch.device) -> None:
+            begun.append(device)
+            super().__init__(device)
+
+    monkeypatch.setattr(_step, "MeasuredStep", Counted)
+    module, x = network(64, 8), torch.randn(1024, 64)
+    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=2.0)
+    steps(call, module, x, of_pairs, 8)
+    assert 1 <= len(begun) <= _step.MEASURED
