@@ -112,7 +112,8 @@ def rematerialize(
     """Run a module's forward, or a function, within a memory budget, with the same results bit for bit.
 
     The step is captured and planned on its first call, and again for new input shapes. The module itself is not changed:
-    call what is returned instead of it. Put the loss inside, as far as you can: what is computed outside is not planned.
+    call what is returned instead of it. Put the loss inside, as far as you can: what is computed outside has no
+    schedule, and is only left room for.
 
     Args:
         module_or_function: a module, or a function of tensors (nested in containers or not) that may call modules.

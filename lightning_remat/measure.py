@@ -97,7 +97,6 @@ def peak_memory(fn: Callable[[], object], device: torch.device | str | None = No
         >>> peak_memory(lambda: torch.empty(1024, dtype=torch.uint8) + 1, device="cpu") >= 2048
         True
     """
-    gc.collect()
     with track_peak(device) as peak:
         if peak.reason:
             raise RematError(peak.reason)
@@ -201,6 +200,7 @@ def _reset_cuda(device: torch.device) -> None:
 
 @contextmanager
 def _track_cuda(peak: PeakMemory) -> Iterator[None]:
+    gc.collect()
     torch.cuda.synchronize(peak.device)
     _reset_cuda(peak.device)
     own = _CudaPeak(peak.device)
@@ -235,6 +235,7 @@ def _track_cpu(peak: PeakMemory, give_way: Callable[[], None] | None) -> Iterato
         peak.reason = PROFILER_RUNS
         yield
         return
+    gc.collect()  # what nobody holds would seem to make room when it is collected in the midst of the block
     changes: list[_Change] = []
     marks: list[int] = []
     peak._mark = lambda: marks.append(time.time_ns())

@@ -274,7 +274,7 @@ def test_training_goes_on_when_the_process_is_killed(
     with caplog.at_level(logging.WARNING, "lightning_remat"):
         found = train(step, module, x, 4, between)
     assert all(map(torch.equal, expected, found))
-    assert step.runs == (4,)
+    assert sum(step.runs) == 4
     assert len([r for r in caplog.records if "the plan at hand stays" in r.message]) == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from lightning_remat import InfeasibleBudgetError, rematerialize
 from lightning_remat.measure import held_bytes, peak_memory, track_peak
-from lightning_remat.planner import _step
+from lightning_remat.planner import _make, _step
 from tests.helpers.training import assert_same
 
 MIB = 2**20
@@ -73,9 +74,8 @@ def measured(call: Any, module: torch.nn.Module, x: torch.Tensor, loss: Callable
     return held_bytes(module, x, gradients=True) + peak_memory(step, "cpu")
 
 
-@pytest.mark.parametrize("share", [0.3, 0.7, "min", 1.0])
-@pytest.mark.parametrize("loss", [mean, of_pairs])
-def test_a_loss_outside_of_the_module(share: float | str, loss: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(("loss", "share"), [(mean, 0.3), (of_pairs, 0.3), (of_pairs, "min"), (of_pairs, 1.0)])
+def test_a_loss_outside_of_the_module(loss: Callable[..., Any], share: float | str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     original, x = network(64, 8), torch.randn(1024, 64)
@@ -125,7 +125,23 @@ def test_where_there_is_no_room_for_a_loss_this_is_said() -> None:
     assert measured(call, module, x, of_pairs) <= caught.value.smallest_bytes
 
 
-@pytest.mark.parametrize("share", [0.3, 0.7, "min", 1.0])
+def test_a_device_that_had_room_for_a_step_goes_on_to_have_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With "auto" less may be left free than was to be, but no training that fits is ended."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    monkeypatch.setattr(_make, "device_bytes", lambda *_, **__: 8 * MIB)
+    module, x = network(64, 8), torch.randn(1024, 64)
+    eager = copy.deepcopy(module)
+    call = rematerialize(module, budget="auto", cost_model="unit", solver="greedy")
+    with caplog.at_level(logging.WARNING, "lightning_remat"):
+        assert_same(steps(eager, eager, x, of_pairs, 4), steps(call, module, x, of_pairs, 4))
+    assert call.runs == (4,) and call.plan.budget_bytes == 8 * MIB
+    assert [record.message for record in caplog.records if "keeps its plans" in record.message]
+
+
+@pytest.mark.parametrize("share", [0.3, "min"])
 def test_between_two_graphs(share: float | str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -154,6 +170,30 @@ def test_a_profiler_of_the_users_is_left_alone() -> None:
     assert len(call.plans) == 1
     steps(call, module, x, of_pairs, 3)  # measured now
     assert len(call.plans) > 1
+
+
+def test_a_step_that_another_measurement_cuts_short_counts_as_unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = network(64, 3)
+    step = rematerialize(module, budget=0.7, cost_model="unit", solver="greedy")
+    x = torch.randn(64, 64)
+    made: list[_step.MeasuredStep] = []
+
+    class Noted(_step.MeasuredStep):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(device)
+            made.append(self)
+
+    monkeypatch.setattr(_step, "MeasuredStep", Noted)
+    of_pairs(step(x)).backward()
+    between = step(x)
+    assert len(made) == 1
+    assert peak_memory(lambda: torch.ones(1024), device="cpu") >= 4096
+    of_pairs(between).backward()
+    of_pairs(step(x)).backward()
+    assert len(step.plans) == 1 and len(made) == 2  # it is measured in the next one
+    step(x)
+    assert len(step.plans) == 2
+    step.close()
 
 
 def test_no_backward_ends_nothing() -> None:

@@ -75,9 +75,9 @@ class MeasuredStep:
 
     def __init__(self, device: torch.device) -> None:
         self._open = contextlib.ExitStack()
-        self._peak: PeakMemory = self._open.enter_context(track_peak(device, give_way=self._stop))
+        self._peak: PeakMemory = self._open.enter_context(track_peak(device, give_way=self._give_way))
         self._labels: list[tuple[int, str]] = [(-1, "")]
-        self._over = False
+        self._over = self._cut_short = False
         self._hook = register_optimizer_step_pre_hook(self._before_update)
 
     def begins(self, position: int, phase: str) -> None:
@@ -103,19 +103,23 @@ class MeasuredStep:
         self._open.close()
         self._over = True
 
+    def _give_way(self) -> None:
+        self._cut_short = self._cut_short or not self._over
+        self._stop()
+
     def _before_update(self, *_: object) -> None:
         if self._over:  # if not, what updates meanwhile is another network
             self._stop()  # the hook itself cannot be taken out while hooks are called
 
     def held(self, graphs: int, at_start_bytes: int, kept_free_bytes: int = 0) -> list[Held] | None:
-        """What was found, for each of so many graphs; ``None`` where it could not be measured.
+        """What was found, for each of so many graphs; ``None`` where it could not be measured, or not to its end.
 
         Args:
             graphs: how many there are.
             at_start_bytes: what is held when the step begins. The device's own number is taken where it has one.
             kept_free_bytes: counted as held.
         """
-        if not self._peak.stretches:
+        if self._cut_short or not self._peak.stretches:
             return None
         if self._peak.allocated_bytes is not None and self._peak.peak_bytes is not None:
             at_start_bytes = self._peak.allocated_bytes - self._peak.peak_bytes

@@ -65,6 +65,7 @@ from lightning_remat.planner._search import Search
 from lightning_remat.planner._sized_plans import SizedPlan, SizedPlans, rounded_up
 from lightning_remat.planner._surroundings import Surroundings, Weights, replay_bytes
 from lightning_remat.planner._together import Part, kept_bytes, plan_together, with_outside
+from lightning_remat.report import format_bytes
 from lightning_remat.schedule import Schedule
 from lightning_remat.solvers import Status
 
@@ -703,6 +704,8 @@ class ScheduledStep:
     def _may_measure(self) -> bool:
         if not self._call or self.agreement is not None or self.several_backwards:
             return False
+        if any(graph.accumulator is not None for graph, _ in self._call):  # its call is known to be the whole step
+            return False
         return all(graph.sized is None and graph.captured.device.type in ("cpu", "cuda") for graph, _ in self._call)
 
     def _held_at_start(self) -> int:
@@ -724,7 +727,7 @@ class ScheduledStep:
         """Before a call: if the last one was measured, and held more or less than planned, plan what it ran again.
 
         Raises:
-            InfeasibleBudgetError: when there is no room for what was found.
+            InfeasibleBudgetError: when the budget that was given has no room for what was found.
         """
         self.end_measured()
         measured, self._measured_call = self._measured_call, None
@@ -733,7 +736,7 @@ class ScheduledStep:
         shapes, path = measured.shapes, tuple(graph for graph, _ in measured.call)
         kept_free = path[0].around.kept_free_bytes
         held = measured.step.held(len(path), measured.at_start_bytes, kept_free)
-        if held is None:  # another profiler runs
+        if held is None:  # another profiler runs, or another measurement ended this one
             return
         self._to_measure[shapes] = (self._to_measure.get(shapes) or 1) - 1
         plans = [self.plans[number] for _, number in measured.call]
@@ -747,11 +750,20 @@ class ScheduledStep:
             self._to_measure[shapes] = 0
             return
         log.info("%s holds %+d bytes beside its plans: planned again", self.name or "the step", after - before)
+        together = dict(self._together)
         self._beside[shapes, path] = found
         for i in range(len(path)):
             self._together.pop((shapes, path[: i + 1]), None)
         self._settled.keep(lambda key, _: key != (shapes, path))
-        self._plan_path(shapes, path)
+        try:
+            self._plan_within_what_is_left(shapes, path)
+        except InfeasibleBudgetError as error:
+            if parse_budget(self.config.budget).kind is not BudgetKind.AUTO:
+                raise
+            # What was measured has run: the device has room for it, though not as much as was to be left free.
+            self._together, self._to_measure[shapes] = together, 0
+            self._beside.keep(lambda key, _: key != (shapes, path))
+            log.warning("%s keeps its plans, though it held %s: %s", self.name or "the step", format_bytes(most), error)
         self._settled[shapes, path] = None
 
     def _plan_within_what_is_left(self, shapes: Shapes, path: _Path) -> None:
@@ -1315,8 +1327,9 @@ def _fits_as_it_is(plan: Plan | SizedPlan) -> bool:
 
 
 def _leaves_a_loss_to_do(result: Any) -> bool:
-    """Whether something is computed from what a call returns, before its backward begins."""
-    return any(one.requires_grad and one.numel() > 1 for one in internals.tensor_leaves(result))
+    """Whether a loss has yet to be computed from what a call returns, before its backward begins."""
+    differentiable = [one for one in internals.tensor_leaves(result) if one.requires_grad]
+    return bool(differentiable) and all(one.numel() > 1 for one in differentiable)
 
 
 def _begins_alike(key: tuple[Shapes, _Path], shapes: Shapes, path: _Path) -> bool:

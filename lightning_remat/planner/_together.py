@@ -21,6 +21,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from lightning_remat.allocator import Footprint, footprint_together
+from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.errors import InfeasibleBudgetError
 from lightning_remat.graph import ComputationGraph, Op, Phase
@@ -151,8 +152,10 @@ def plan_together(
         return footprint_together(pairs, resident, limit, memory.holdings, memory.arrangements)
 
     found = taken(plans)
+    smallest = parse_budget(config.budget).kind is BudgetKind.MIN
+    budget = max(budget, found.allocated_bytes if smallest else 0)
     within = budget
-    for _ in range(TRIES):
+    for _ in range(0 if smallest else TRIES):
         if found.fits and (reserved or found.allocated_bytes <= budget):
             break
         floor = max(plan.graph.floor_bytes for plan in plans)
