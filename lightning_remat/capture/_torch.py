@@ -1072,6 +1072,7 @@ def _name_of(source: Source) -> str:
 def _formatting_as_python_does() -> Iterator[None]:
     """A symbolic float in an f-string is formatted when the step runs (Dynamo forgets the format)."""
     own = InstructionTranslatorBase._format_value
+    typed = "python_type" in vars(StringFormatVariable)  # not in torch 2.11: who asks for it breaks the graph
     make: Callable[..., VariableTracker] = StringFormatVariable.create
     asks_for_translator = "tx" in inspect.signature(make).parameters  # since torch 2.15
 
@@ -1085,10 +1086,14 @@ def _formatting_as_python_does() -> Iterator[None]:
             own(translator, spec, flags)
 
     InstructionTranslatorBase._format_value = format_value  # type: ignore[assignment, method-assign]
+    if not typed:
+        StringFormatVariable.python_type = lambda _: str  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
         InstructionTranslatorBase._format_value = own  # type: ignore[method-assign]
+        if not typed:
+            del StringFormatVariable.python_type
 
 
 def _float_symbols(graph_module: torch.fx.GraphModule) -> list[str]:
