@@ -45,7 +45,7 @@ NAMES = {
     "torch._dynamo.variables.functions": "SkipFunctionVariable UserFunctionVariable",
     "torch._dynamo.variables.lists": "BaseListVariable TupleVariable",
     "torch._dynamo.variables.misc": "GetAttrVariable LoggingLoggerVariable "
-    "NumpyVariable.call_function StringFormatVariable.create",
+    "NumpyVariable.call_function StringFormatVariable.create StringFormatVariable.python_type",
     "torch._dynamo.variables.nn_module": "UnspecializedNNModuleVariable",
     "torch._dynamo.variables.tensor": "SymNodeVariable TensorVariable",
     "torch._dynamo.variables.torch": "TorchInGraphFunctionVariable._get_handlers TorchInGraphFunctionVariable.call_function",
