@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from lightning_remat.capture import _torch as internals
+
+_giving_way: list[Callable[[], None]] = []
+"""What ends the measurements under way that may end early."""
+
+
+@contextmanager
+def giving_way(end: Callable[[], None] | None) -> Iterator[None]:
+    """While this is entered, `make_way` calls ``end``, which stops a profiler of ours that runs; ``None``: nothing can."""
+    if end is None:
+        yield
+        return
+    _giving_way.append(end)
+    try:
+        yield
+    finally:
+        _giving_way.remove(end)
+
+
+def make_way() -> None:
+    """Before a profiler is started: end what is measured meanwhile, where that may end early."""
+    for end in list(_giving_way):
+        end()
 
 
 def profiler_running() -> bool:

@@ -25,7 +25,7 @@ import torch
 from torch.autograd import profiler as autograd_profiler
 
 from lightning_remat._blocks import block_bytes
-from lightning_remat._profiler import profiler_in_use, profiler_running, quiet_profiler
+from lightning_remat._profiler import giving_way, make_way, profiler_in_use, profiler_running, quiet_profiler
 from lightning_remat.errors import RematError
 
 PROFILER_RUNS = (
@@ -117,7 +117,7 @@ def track_peak(
 
     Args:
         device: as for `peak_memory`.
-        give_way: ends the block, called before another one is measured on the CPU.
+        give_way: ends the block, called before anything else is measured on the CPU.
 
     Yields:
         A `PeakMemory`, whose ``peak_bytes`` is set when the block ends, by an exception too.
@@ -223,14 +223,9 @@ def _track_cuda(peak: PeakMemory) -> Iterator[None]:
 # -- CPU --------------------------------------------------------------------------------------------------------------
 
 
-_give_way: list[Callable[[], None]] = []
-"""What ends the blocks that are measured now, where they may end early."""
-
-
 @contextmanager
 def _track_cpu(peak: PeakMemory, give_way: Callable[[], None] | None) -> Iterator[None]:
-    for end in list(_give_way):
-        end()
+    make_way()
     if profiler_in_use():
         peak.reason = PROFILER_RUNS
         yield
@@ -243,14 +238,11 @@ def _track_cpu(peak: PeakMemory, give_way: Callable[[], None] | None) -> Iterato
     recorder: Any = autograd_profiler.profile(use_cpu=True, profile_memory=True)
     with quiet_profiler():
         recorder.__enter__()
-    if give_way is not None:
-        _give_way.append(give_way)
     try:
-        yield
+        with giving_way(give_way):
+            yield
     finally:
         peak._mark = lambda: None
-        if give_way is not None:
-            _give_way.remove(give_way)
         if profiler_running():
             recorder.__exit__(None, None, None)
             del watches

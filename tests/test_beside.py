@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,6 +195,26 @@ def test_a_step_that_another_measurement_cuts_short_counts_as_unmeasured(monkeyp
     step(x)
     assert len(step.plans) == 2
     step.close()
+
+
+def test_costs_are_measured_though_a_step_waits_for_its_backward(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whoever is captured meanwhile has its workspaces measured; the step that waits is measured in its next call."""
+    monkeypatch.setenv("LIGHTNING_REMAT_CACHE", str(tmp_path))
+    torch._dynamo.reset()
+    module, x = network(64, 8), torch.randn(1024, 64)
+    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=2.0)
+    of_pairs(call(x)).backward()
+    between = call(x)  # measured, and not yet at its end
+    other = rematerialize(torch.nn.Sequential(torch.nn.Linear(24, 24), torch.nn.Softmax(1)), budget=1.0)
+    other(torch.randn(8, 24)).sum().backward()
+    assert not [one for one in caplog.records if "were not measured" in one.getMessage()]
+    of_pairs(between).backward()
+    assert len(call.plans) == 1
+    of_pairs(call(x)).backward()
+    call(x)
+    assert len(call.plans) == 2
 
 
 def test_no_backward_ends_nothing() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lightning_remat._blocks import CUDA_BLOCK_BYTES, block_bytes
-from lightning_remat._profiler import profiler_in_use, quiet_profiler
+from lightning_remat._profiler import make_way, profiler_in_use, quiet_profiler
 from lightning_remat.capture import OpCall, TensorSpec, same_device
 from lightning_remat.cost._materialize import materialize, tensors_in
 
@@ -88,6 +88,7 @@ def cpu_memory(calls: Iterable[OpCall], on_error: Callable[[OpCall, Exception], 
     Raises:
         ProfilerInUseError: when the user profiles already: torch cannot profile twice, and ends the first profiler.
     """
+    make_way()
     if profiler_in_use():
         raise ProfilerInUseError("a torch profiler is running")
     found: list[tuple[str, Outputs | None]] = []
