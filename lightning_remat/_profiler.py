@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from lightning_remat.capture import _torch as internals
 
-_giving_way: list[Callable[[], None]] = []
-"""What ends the measurements under way that may end early."""
+_giving_way: list[tuple[int, Callable[[], None]]] = []
+"""What ends the measurements under way that may end early, and the thread of each: no other can stop its profiler."""
 
 
 @contextmanager
@@ -18,17 +19,19 @@ def giving_way(end: Callable[[], None] | None) -> Iterator[None]:
     if end is None:
         yield
         return
-    _giving_way.append(end)
+    entry = threading.get_ident(), end
+    _giving_way.append(entry)
     try:
         yield
     finally:
-        _giving_way.remove(end)
+        _giving_way.remove(entry)
 
 
 def make_way() -> None:
-    """Before a profiler is started: end what is measured meanwhile, where that may end early."""
-    for end in list(_giving_way):
-        end()
+    """Before a profiler is started: end what is measured meanwhile on this thread, where that may end early."""
+    for thread, end in list(_giving_way):
+        if thread == threading.get_ident():
+            end()
 
 
 def profiler_running() -> bool:

@@ -11,6 +11,7 @@ storage that existed before and is resized in place, and threads other than the 
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import gc
 import math
@@ -236,12 +237,19 @@ def _track_cpu(peak: PeakMemory, give_way: Callable[[], None] | None) -> Iterato
     peak._mark = lambda: marks.append(time.time_ns())
     watches = _watch_releases(changes)
     recorder: Any = autograd_profiler.profile(use_cpu=True, profile_memory=True)
+
+    def stop() -> None:
+        if profiler_running():
+            recorder.__exit__(None, None, None)
+
     with quiet_profiler():
         recorder.__enter__()
+    atexit.register(stop)  # a process that ends while a profiler runs crashes
     try:
         with giving_way(give_way):
             yield
     finally:
+        atexit.unregister(stop)
         peak._mark = lambda: None
         if profiler_running():
             recorder.__exit__(None, None, None)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +15,9 @@ import pytest
 import torch
 
 from lightning_remat import InfeasibleBudgetError, rematerialize
+from lightning_remat._profiler import profiler_running
 from lightning_remat.measure import held_bytes, peak_memory, track_peak
-from lightning_remat.planner import _make, _step
+from lightning_remat.planner import _beside, _make, _step
 from tests.helpers.training import assert_same
 
 MIB = 2**20
@@ -244,3 +248,83 @@ def test_steps_are_measured_no_more_than_so_often(monkeypatch: pytest.MonkeyPatc
     call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=2.0)
     steps(call, module, x, of_pairs, 8)
     assert 1 <= len(begun) <= _step.MEASURED
+
+
+def update_something() -> None:
+    other = torch.nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+
+
+def test_another_thread_that_updates_ends_nothing() -> None:
+    """Torch's profiler can be stopped by the thread only that started it: left on, it ends the process with a crash."""
+    torch._dynamo.reset()
+    module, x = network(64, 8), torch.randn(1024, 64)
+    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=2.0)
+    of_pairs(call(x)).backward()
+    of_pairs(call(x)).backward()
+    assert profiler_running()
+    thread = threading.Thread(target=update_something)
+    thread.start()
+    thread.join()
+    assert profiler_running()
+    update_something()
+    assert not profiler_running()
+    call(x)
+    assert len(call.plans) == 2
+
+
+def test_in_another_thread_no_step_is_measured() -> None:
+    torch._dynamo.reset()
+    module, x = network(64, 8), torch.randn(1024, 64)
+    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=2.0)
+    left_on = []
+
+    def train() -> None:
+        for _ in range(3):
+            left_on.append(profiler_running())
+            of_pairs(call(x)).backward()
+            left_on.append(profiler_running())
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert left_on == [False] * 6 and sum(call.runs) == 3
+    of_pairs(call(x)).backward()
+    assert profiler_running()  # here it can be
+    call(x)
+    assert len(call.plans) == 2
+
+
+def test_where_no_backward_comes_the_measuring_ends() -> None:
+    torch._dynamo.reset()
+    module, x = network(64, 8), torch.randn(1024, 64)
+    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=2.0)
+    of_pairs(call(x)).backward()
+    call(x)
+    for _ in range(_beside.MOST_UPDATES - 1):
+        update_something()
+        assert profiler_running()
+    update_something()
+    assert not profiler_running()
+    of_pairs(call(x)).backward()  # measured instead
+    call(x)
+    assert len(call.plans) == 2
+
+
+ENDS_IN_THE_MIDST = """
+import torch
+from lightning_remat import rematerialize
+from lightning_remat._profiler import profiler_running
+
+module, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8)), torch.randn(4, 8)
+call = rematerialize(module, budget=1.0, cost_model="unit", solver="greedy")
+call(x).exp().sum().backward()
+call(x)
+assert profiler_running()
+"""
+
+
+def test_a_process_may_end_while_a_step_is_measured() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS_IN_THE_MIDST], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

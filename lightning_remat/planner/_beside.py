@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -20,6 +21,9 @@ from lightning_remat.schedule import Compute, simulate
 
 OUTSIDE = "outside"
 """Name of the op that stands for what is needed while a graph waits for its backward."""
+
+MOST_UPDATES = 8
+"""Of other networks, while the backward of a measured step is waited for: it is measured no longer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +74,21 @@ class MeasuredStep:
     On the CPU it must not end within the backward: autograd would switch the profiler on again. What measures next ends it too.
 
     Args:
-        device: where it runs.
+        device: where it runs; one that `possible` allows.
     """
 
+    @staticmethod
+    def possible(device: torch.device) -> bool:
+        """Whether a step of this thread can be measured there.
+
+        On the CPU only those of the main thread: a thread that ends while its profiler runs takes the process down with it,
+        and a step that has no backward is nowhere known to be over.
+        """
+        return device.type == "cuda" or threading.current_thread() is threading.main_thread()
+
     def __init__(self, device: torch.device) -> None:
+        self._thread = threading.get_ident()
+        self._updates = 0
         self._open = contextlib.ExitStack()
         self._peak: PeakMemory = self._open.enter_context(track_peak(device, give_way=self._give_way))
         self._labels: list[tuple[int, str]] = [(-1, "")]
@@ -108,8 +123,13 @@ class MeasuredStep:
         self._stop()
 
     def _before_update(self, *_: object) -> None:
+        if self._thread != threading.get_ident():
+            return
+        self._updates += 1
         if self._over:  # if not, what updates meanwhile is another network
             self._stop()  # the hook itself cannot be taken out while hooks are called
+        elif self._updates == MOST_UPDATES:  # or no backward comes
+            self._give_way()
 
     def held(self, graphs: int, at_start_bytes: int, kept_free_bytes: int = 0) -> list[Held] | None:
         """What was found, for each of so many graphs; ``None`` where it could not be measured, or not to its end.

@@ -333,8 +333,7 @@ class ScheduledStep:
         self._began = time.time()
         compiled, varying = self._compiled(shapes, leaves)
         known_failures = internals.capture_failures() if not self.plans or compiled is self._symbolic else None
-        if self._to_measure.get(shapes):
-            device = self._graphs[-1].captured.device
+        if self._to_measure.get(shapes) and MeasuredStep.possible(device := self._graphs[-1].captured.device):
             at_start = self._held_at_start() + held_bytes(leaves, device=device)
             self._measured_call = _Measured(MeasuredStep(device), shapes, at_start)
         try:
