@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+import torch
 
 from lightning_remat.capture import _torch as internals
 
@@ -63,3 +66,51 @@ def quiet_profiler() -> Iterator[None]:
         yield
     finally:
         del os.environ[name]
+
+
+class QuietReleases:
+    """Keeps off the user's terminal what torch says when a CPU block is released that was allocated before the profile.
+
+    It says so, past Python and at a level that is read when torch is loaded, of the first, the 1001st, the 2001st ... such
+    block of the process. Blocks made for it, released while the terminal is turned away until torch has said its line, use
+    that one up; the 999 after it are silent.
+    """
+
+    SAID_EVERY = 1000
+    _LINE = b"allocated before the profiling started"
+
+    def __init__(self, expected: int) -> None:
+        """Make this before the profiler starts. ``expected``: how many releases `released` will be told of, at most."""
+        self._blocks = [torch.empty(1, device="cpu") for _ in range(self.SAID_EVERY + expected)]
+        self._since = 0
+
+    def start(self) -> None:
+        """The profiler has started: from here on no block that is older is mentioned."""
+        self._since = 0
+        if not self._blocks:  # none was mentioned: torch's level of logging is higher, or another thread is asked
+            return
+        try:
+            terminal = os.dup(2)
+        except OSError:  # a process without a terminal
+            return
+        with tempfile.TemporaryFile("a+b", buffering=0) as said:
+            os.dup2(said.fileno(), 2)
+            text = b""
+            try:
+                while self._blocks and self._LINE not in text:
+                    self._blocks.pop()
+                    said.seek(0)
+                    text = said.read()
+            finally:
+                os.dup2(terminal, 2)
+                os.close(terminal)
+            said.seek(0)
+            others = b"".join(line for line in said.read().splitlines(keepends=True) if self._LINE not in line)
+        if others:  # of other threads, meanwhile
+            os.write(2, others)
+
+    def released(self) -> None:
+        """An older block was released: begin again in time. Half of the silent ones are for blocks nobody tells of."""
+        self._since += 1
+        if self._since >= self.SAID_EVERY // 2:
+            self.start()

@@ -26,7 +26,14 @@ import torch
 from torch.autograd import profiler as autograd_profiler
 
 from lightning_remat._blocks import block_bytes
-from lightning_remat._profiler import giving_way, make_way, profiler_in_use, profiler_running, quiet_profiler
+from lightning_remat._profiler import (
+    QuietReleases,
+    giving_way,
+    make_way,
+    profiler_in_use,
+    profiler_running,
+    quiet_profiler,
+)
 from lightning_remat.errors import RematError
 
 PROFILER_RUNS = (
@@ -235,7 +242,10 @@ def _track_cpu(peak: PeakMemory, give_way: Callable[[], None] | None) -> Iterato
     changes: list[_Change] = []
     marks: list[int] = []
     peak._mark = lambda: marks.append(time.time_ns())
-    watches = _watch_releases(changes)
+    older = _storages_on_cpu()
+    quiet = QuietReleases(len(older))
+    watches = _watch_releases(older, changes, quiet)
+    del older
     recorder: Any = autograd_profiler.profile(use_cpu=True, profile_memory=True)
 
     def stop() -> None:
@@ -244,6 +254,7 @@ def _track_cpu(peak: PeakMemory, give_way: Callable[[], None] | None) -> Iterato
 
     with quiet_profiler():
         recorder.__enter__()
+    quiet.start()
     atexit.register(stop)  # a process that ends while a profiler runs crashes
     try:
         with giving_way(give_way):
@@ -300,16 +311,8 @@ def _recorded(events: Iterable[Any]) -> Iterator[_Change]:
             yield moment, -live.pop(address)
 
 
-def _watch_releases(changes: list[_Change]) -> list[weakref.ref[torch.UntypedStorage]]:
-    """Note into ``changes`` when a CPU storage that exists now is released, as long as the result is kept.
-
-    The old gradients are such: they are dropped in the middle of a step. A storage's Python object lives as long as the
-    storage does, whoever holds it. The profiler's clock and `time.time_ns` are the same.
-    """
-
-    def note(nbytes: int, _: object) -> None:
-        changes.append((time.time_ns(), nbytes))
-
+def _storages_on_cpu() -> list[torch.UntypedStorage]:
+    """The CPU storages that exist now and that a Python object holds."""
     storages: dict[int, torch.UntypedStorage] = {}
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor):
@@ -319,7 +322,23 @@ def _watch_releases(changes: list[_Change]) -> list[weakref.ref[torch.UntypedSto
                     ours = isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu"
                     if ours and not storage.is_shared():
                         storages[id(storage)] = storage
-    return [weakref.ref(storage, partial(note, -storage.nbytes())) for storage in storages.values()]
+    return list(storages.values())
+
+
+def _watch_releases(
+    storages: Iterable[torch.UntypedStorage], changes: list[_Change], quiet: QuietReleases
+) -> list[weakref.ref[torch.UntypedStorage]]:
+    """Note into ``changes`` when one of the storages is released, as long as the result is kept.
+
+    The old gradients are such: they are dropped in the middle of a step. A storage's Python object lives as long as the
+    storage does, whoever holds it. The profiler's clock and `time.time_ns` are the same.
+    """
+
+    def note(nbytes: int, _: object) -> None:
+        changes.append((time.time_ns(), nbytes))
+        quiet.released()
+
+    return [weakref.ref(storage, partial(note, -storage.nbytes())) for storage in storages]
 
 
 # -- what holds memory ------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -177,6 +178,49 @@ def test_the_profiler_is_quiet_and_the_environment_is_as_before() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+OLD_BLOCKS = """
+import os, weakref
+import torch
+from torch.autograd import profiler
+from lightning_remat._profiler import QuietReleases
+from lightning_remat.measure import track_peak
+
+old = [torch.empty(10) for _ in range(3500)]
+
+def measured():
+    with track_peak("cpu") as peak:
+        new = torch.empty(1000)
+        old.clear()
+        torch.empty(1000)
+    assert peak.peak_bytes == 4000, peak
+
+def by_torch_alone():
+    with profiler.profile(use_cpu=True, profile_memory=True):
+        old.clear()
+
+def beside_another_thread():
+    quiet = QuietReleases(0)
+    weakref.finalize(quiet._blocks[-1], os.write, 2, b"a line of another thread\\n")
+    with profiler.profile(use_cpu=True, profile_memory=True):
+        quiet.start()
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "lines"),
+    [("by_torch_alone", 4), ("measured", 0), ("beside_another_thread", 0)],
+)
+def test_nothing_is_said_of_blocks_that_are_older_than_the_profile(case: str, lines: int) -> None:
+    environment = {**os.environ, "KINETO_LOG_LEVEL": "6"}
+    environment.pop("TORCH_CPP_LOG_LEVEL", None)
+    program = [sys.executable, "-c", f"{OLD_BLOCKS}\n{case}()"]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=True, timeout=300)
+    said = done.stderr.splitlines()
+    assert sum("allocated before the profiling started" in line for line in said) == lines, "torch's own is the control"
+    others = [line for line in said if "allocated before the profiling started" not in line]
+    assert others == (["a line of another thread"] if case == "beside_another_thread" else [])
 
 
 def test_other_devices_are_refused() -> None:

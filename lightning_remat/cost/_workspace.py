@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lightning_remat._blocks import CUDA_BLOCK_BYTES, block_bytes
-from lightning_remat._profiler import make_way, profiler_in_use, quiet_profiler
+from lightning_remat._profiler import QuietReleases, make_way, profiler_in_use, quiet_profiler
 from lightning_remat.capture import OpCall, TensorSpec, same_device
 from lightning_remat.cost._materialize import materialize, tensors_in
 
@@ -92,6 +92,7 @@ def cpu_memory(calls: Iterable[OpCall], on_error: Callable[[OpCall, Exception], 
     if profiler_in_use():
         raise ProfilerInUseError("a torch profiler is running")
     found: list[tuple[str, Outputs | None]] = []
+    quiet = QuietReleases(0)  # the garbage collector may release older ones at any moment
     with (
         quiet_profiler(),
         torch.profiler.profile(
@@ -100,6 +101,7 @@ def cpu_memory(calls: Iterable[OpCall], on_error: Callable[[OpCall, Exception], 
             acc_events=True,  # without it, torch 2.11 warns
         ) as profiler,
     ):
+        quiet.start()
         for call in calls:
             try:
                 outputs = _run_marked(call, f"{_MARK}{len(found)}")
