@@ -15,7 +15,7 @@
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; done)
 TORCH ?= torch==2.13.0
-TRANSFORMERS ?= transformers==5.23.0
+TRANSFORMERS ?= transformers==5.24.0
 VENV ?= .venv
 WORKERS ?= 2
 DEMO ?= examples/byte_gpt/train.py

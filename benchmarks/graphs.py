@@ -26,6 +26,7 @@ from rich.table import Table
 
 from benchmarks.papers._report import stamp
 from lightning_remat.graph import ComputationGraph
+from lightning_remat.planner._make import SMALLEST_SHARE, seconds_left
 from lightning_remat.solvers import Problem, Solution, Status, find_smallest, solve
 
 PACKAGES = ("lightning_remat", "mip", "numpy")
@@ -70,9 +71,10 @@ def plan_all(name: str, graph: ComputationGraph, shares: Sequence[float], smalle
         row(share, begun, solve(graph, graph.floor_bytes + int(share * room), time_limit=limit))
     if smallest:
         begun = (time.monotonic(), time.process_time())
-        least = find_smallest(graph, limit / 2)
+        least = find_smallest(graph, SMALLEST_SHARE * limit)
         row("smallest peak", begun, least)
-        row("min", begun, solve(graph, least.peak_bytes, time_limit=limit - limit / 2, known=least))
+        left = seconds_left(limit, least.solve_seconds)
+        row("min", begun, solve(graph, least.peak_bytes, time_limit=left, known=least))
     return rows
 
 

@@ -128,7 +128,8 @@ class Lora(Wild):
         return output
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seen += [layer.keys.detach() for layer in outputs.pop("past_key_values").layers]
+        cache = outputs.pop("cache" if "cache" in outputs else "past_key_values")  # by its name since transformers 5.24
+        self.seen += [layer.keys.detach() for layer in cache.layers]
 
 
 class Llama(Wild):

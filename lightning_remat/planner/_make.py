@@ -30,6 +30,9 @@ FIRST_SECONDS = 2.0
 SMALLEST_SHARE = 0.5
 """Share of the time limit for finding the smallest peak where the rest is for a cheaper schedule at it."""
 
+OVERRUN = 0.05
+"""Share of the time limit that the last steps of both searches take beyond their own limits."""
+
 UNPLANNED = "none"
 """The solver of a plan that is the captured order whatever the budget (`unplanned`)."""
 
@@ -215,8 +218,7 @@ def _solution(
     """
     if parse_budget(config.budget).kind is BudgetKind.MIN:
         least = smallest()
-        left = max(config.time_limit - least.solve_seconds, (1 - SMALLEST_SHARE) * config.time_limit)
-        solution = _by_any(graph, within, config, left, least)
+        solution = _by_any(graph, within, config, seconds_left(config.time_limit, least.solve_seconds), least)
         return solution, INTERRUPTED in solution.notes
     limits = [min(FIRST_SECONDS, config.time_limit)] if config.background else []
     for limit in (*limits, config.time_limit):
@@ -227,6 +229,11 @@ def _solution(
     if solution.schedule is None and beside is None and smallest().peak_bytes <= within:
         solution = smallest()
     return _cheaper_of(solution, beside), interrupted
+
+
+def seconds_left(time_limit: float, spent: float) -> float:
+    """Of a time limit for ``budget="min"``, what is for a cheaper schedule once the smallest peak was found in ``spent``."""
+    return max((1 - OVERRUN) * time_limit - spent, 0.8 * (1 - SMALLEST_SHARE) * time_limit)
 
 
 def _by_any(
