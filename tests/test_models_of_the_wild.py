@@ -1496,11 +1496,6 @@ def share_of_weights(run: Run, remat: RematCallback) -> float:
     return sum(runs * weights for runs, weights in zip(remat.runs, in_graphs, strict=True)) / steps / trained
 
 
-def known(reason: str, raises: type[BaseException] = AssertionError) -> Any:
-    """A defect that is known: what it does, and the words for it."""
-    return pytest.mark.xfail(strict=True, raises=raises, reason=reason)
-
-
 FOLLOWS_ERRORS = torch.__version__ >= (2, 14)  # Dynamo goes on in the user's `except` where an op is refused its input
 WHOLE = [
     Lora,
@@ -1554,7 +1549,7 @@ IN_PARTS = [
     BranchesOnItsLoss, LoopsAsTheBatchSays,
     LayerDropByPython, LayerDropByTorch, OwnGenerator,
     WeightsOnBothSides, ResidualAroundABreak,
-    pytest.param(TransposedOverABreak, marks=known("a gradient that comes over a break is copied to another layout")),
+    TransposedOverABreak,
 ]  # fmt: skip
 
 

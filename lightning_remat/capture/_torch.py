@@ -33,7 +33,10 @@ What is used and why:
 * AOTAutograd's descriptors of inputs and outputs: which argument a primal or a gradient belongs to (it makes one primal of
   arguments that share memory, several of a tensor subclass, and puts others first), which output a tangent, and what is
   written back.
-* ``TracingContext``: AOTAutograd's notes on what a forward saves, which hold for its first version only (see `Exchange`).
+* ``TracingContext``: AOTAutograd's notes on what a forward saves, which hold for its first version only, and on how gradients
+  lie that a backward is handed (see `Exchange`).
+* ``run_functionalized_fw_and_collect_metadata``: where AOTAutograd decides how these lie (see `_tangents_lie`), and
+  ``MemoryFormatMeta``, its note on each.
 * ``_profiler_enabled``, and what counts the steps of profilers: only one can run (see ``_profiler``).
 * ``_enter_autocast``, ``_exit_autocast``: regions of autocast in a captured graph (see ``_autocast``).
 * ``_accelerator_setAllocatorSettings``: expandable segments are switched on while a scheduled step runs.
@@ -102,6 +105,7 @@ from torch._dynamo.variables.misc import (
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._functorch import aot_autograd as functorch_aot
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
@@ -113,6 +117,7 @@ from torch._functorch._aot_autograd.descriptors import (
     SubclassGetAttrAOTInput,
     SubclassGetAttrAOTOutput,
 )
+from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensorMeta
 from torch._guards import Source, TracingContext
 from torch._inductor import config as inductor_config
 from torch._ops import HigherOrderOperator, OpOverload
@@ -133,6 +138,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from lightning_remat.capture._layouts import real_layout, with_narrow_gaps
 from lightning_remat.capture._regions import inline_regions
+from lightning_remat.capture._tangents import Given, Layout, Layouts
 
 __all__ = [
     "COMPILED_CALL",
@@ -142,10 +148,12 @@ __all__ = [
     "ORIGINAL",
     "PRINT",
     "WITH_EFFECTS",
+    "Arrival",
     "AttrSource",
     "BaseListVariable",
     "BuiltinVariable",
     "FakeTensor",
+    "Frame",
     "GetAttrVariable",
     "HigherOrderOperator",
     "IgnoredFunctionVariable",
@@ -169,7 +177,6 @@ __all__ = [
     "absent",
     "accumulates_into",
     "allocator_settings",
-    "aot_backend",
     "assert_async",
     "boxed",
     "build_attribute",
@@ -662,10 +669,12 @@ class _Runner:
 
     Attributes:
         without: of a backward, the same without some tangents (see `Exchange.unread`).
+        laid_out: likewise, for tangents that lie otherwise (see `Exchange.arrive`).
     """
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
         self.without: dict[frozenset[str], _Runner] = {}
+        self.laid_out: dict[Arrival, _Runner] = {}
         self.module, self._run = module, boxed(module)
 
     def __call__(self, args: list[Any], observe: ObserveNode | None) -> Any:
@@ -708,6 +717,9 @@ MOST_VERSIONS = 64
 """Versions of one captured graph that are kept ready to run (a megabyte or more for every few hundred operations)."""
 
 _Version = tuple[_Runner, _Runner, torch.Tensor]
+
+Arrival = frozenset[tuple[int, Layout]]
+"""How tangents lie that do not lie as a version's backward was made for: by the position of the output, its layout."""
 
 
 def _names(modules: Modules) -> tuple[str, ...]:
@@ -755,6 +767,9 @@ class Exchange:
         self._returned = self._sizes = self._told = -1
         self._most_saved = 0
         self._inputs_saved: list[bool] = []
+        self._tangents: list[Any] = []  # AOTAutograd's notes on them, and what they say at first of how they lie
+        self._expected: list[Any] = []
+        self._arrival: Arrival = frozenset()
 
     def add(self, modules: Modules, again: Callable[[], Modules] | None = None) -> int:
         """One more version; returns its number. ``again`` makes its modules once more: the same ones."""
@@ -803,9 +818,36 @@ class Exchange:
         """What AOTAutograd will ask at run time of the first version is to hold for all versions."""
         self._inputs_saved = getattr(metadata, "saved_tensor_is_graph_input", [])
         self._note_inputs()
+        if all(isinstance(note, PlainTensorMeta) for note in metadata.subclass_tangent_meta):
+            self._tangents = list(metadata.subclass_tangent_meta)
+            self._expected = [note.memory_format for note in self._tangents]
 
     def _note_inputs(self) -> None:
         self._inputs_saved[:] = [False] * self._most_saved
+
+    def expect(self, tangents: Sequence[Given | None]) -> bool:
+        """How the tangents of the next backward lie: AOTAutograd hands them on as they are; returns whether it will.
+
+        Where there is ``None``, it lays them out as it has traced them.
+        """
+        if len(tangents) != len(self._tangents):
+            return False
+        for note, expected, given in zip(self._tangents, self._expected, tangents, strict=True):
+            if given is None:
+                note.memory_format = expected
+            else:
+                note.memory_format = MemoryFormatMeta(size=torch.Size(given[0]), stride=given[1])
+        return True
+
+    def knows(self, number: int, arrival: Arrival) -> bool:
+        """Whether a version has a backward for tangents that lie so."""
+        return arrival in self._version(number)[1].laid_out
+
+    def arrive(self, number: int, arrival: Arrival, backward: torch.fx.GraphModule | None = None) -> None:
+        """The tangents of the next backward, a version's, lie so; ``backward`` is made for that, where none is known yet."""
+        self._arrival = arrival
+        if backward is not None:
+            self._version(number)[1].laid_out[arrival] = _Runner(backward)
 
     def forward(self, args: list[Any]) -> tuple[Any, ...]:
         """The current version's forward."""
@@ -833,7 +875,10 @@ class Exchange:
     def _backward(self, number: int) -> _Runner:
         """The next backward of a version."""
         unread, self.unread = self.unread, frozenset()
+        arrival, self._arrival = self._arrival, frozenset()
         run = self._version(number)[1]
+        if arrival:
+            run = run.laid_out[arrival]
         if unread and unread not in run.without:
             module = self.without(run.module, unread)
             run.without[unread] = run if module is run.module else _Runner(module)
@@ -843,67 +888,151 @@ class Exchange:
 Partition = Callable[..., Modules]
 
 
-def aot_backend(
-    graph_module: torch.fx.GraphModule,
-    example_inputs: Sequence[Any],
-    partition: Partition,
-    parts: Mapping[OpOverload, Callable[..., Any]],
-    symbolic: bool,
-    stays: Callable[[Any], bool],
-) -> tuple[Callable[..., Any], Exchange]:
-    """Run AOTAutograd on a captured forward; ``partition`` turns the joint graph into forward and backward.
+class Frame:
+    """What Dynamo has captured, to be traced by AOTAutograd, and once more where gradients turn out to lie otherwise.
 
-    The ops in ``parts`` are captured as the ops that they are made of. What runs can be exchanged for other versions of it.
-    Ops for which ``stays`` is true are there although nobody reads their results.
+    Args:
+        module: the captured forward.
+        parts: ops that are captured as the ops that they are made of.
+        symbolic: whether sizes are symbols.
+        stays: ops for which this is true are there although nobody reads their results.
     """
-    inline_regions(graph_module)
-    exchange = Exchange()
 
-    def partitioned(*args: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-        modules = partition(*args, **kwargs)
-        exchange.add(modules)
-        exchange.summands = modules.summands
-        return modules.forward, _with_gradients_alone(modules.backward, exchange.summands)
+    def __init__(
+        self,
+        module: torch.fx.GraphModule,
+        parts: Mapping[OpOverload, Callable[..., Any]],
+        symbolic: bool,
+        stays: Callable[[Any], bool],
+    ) -> None:
+        inline_regions(module)
+        self.module = module
+        self._parts, self._symbolic, self._stays = parts, symbolic, stays
+        placeholders = module.graph.find_nodes(op="placeholder")
+        self._examples = [node.meta.get("example_value") for node in placeholders]  # Dynamo clears the nodes
+        kinds = ("cpu", "cuda")
+        self._autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+        self._autocast_cache = torch.is_autocast_cache_enabled()
 
-    def inference(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-        return boxed(module)
+    def compiled(self, example_inputs: Sequence[Any], partition: Partition) -> tuple[Callable[..., Any], Exchange]:
+        """Run AOTAutograd; ``partition`` turns the joint graph into forward and backward.
 
-    def compiler(run: Callable[[list[Any]], Any]) -> Callable[..., Callable[[list[Any]], Any]]:
-        def compiled(_module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
-            if run == exchange.forward:
-                exchange.noted_by(TracingContext.get().fw_metadata)
+        What runs can be exchanged for other versions of it.
+        """
+        exchange = Exchange()
 
-            def call(args: list[Any]) -> Any:
-                return run(args)
+        def partitioned(*args: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+            modules = partition(*args, **kwargs)
+            exchange.add(modules)
+            exchange.summands = modules.summands
+            return modules.forward, _with_gradients_alone(modules.backward, exchange.summands)
 
-            call._boxed_call = True  # type: ignore[attr-defined]
-            return call
+        def inference(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+            return boxed(module)
 
-        return compiled
+        def compiler(run: Callable[[list[Any]], Any]) -> Callable[..., Callable[[list[Any]], Any]]:
+            def compiled(_module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+                if run == exchange.forward:
+                    exchange.noted_by(TracingContext.get().fw_metadata)
 
-    backend = aot_autograd(
-        fw_compiler=compiler(exchange.forward),
-        bw_compiler=compiler(exchange.backward),
-        inference_compiler=inference,
-        partition_fn=partitioned,
-        decompositions=dict(parts),
-    )
-    settings: dict[str, Any] = {"donated_buffer": False}
-    if hasattr(functorch_config, "backward_pass_autocast"):
-        # "same_as_forward" gives other bits than eager where the step has a region with autocast off.
-        settings["backward_pass_autocast"] = "off"
-    with (
-        whole_ops(symbolic),
-        _floats_stay(),
-        real_layouts(),
-        spaced_results(),
-        _unread_ops_stay(stays),
-        functorch_config.patch(settings),
-        inductor_config.patch(fallback_random=True),
-    ):
-        compiled: Callable[..., Any] = backend(graph_module, example_inputs)
-    TensorifyState.clear()  # what Dynamo began again for is captured
-    return compiled, exchange
+                def call(args: list[Any]) -> Any:
+                    return run(args)
+
+                call._boxed_call = True  # type: ignore[attr-defined]
+                return call
+
+            return compiled
+
+        backend = aot_autograd(
+            fw_compiler=compiler(exchange.forward),
+            bw_compiler=compiler(exchange.backward),
+            inference_compiler=inference,
+            partition_fn=partitioned,
+            decompositions=dict(self._parts),
+        )
+        with self._settings():
+            compiled: Callable[..., Any] = backend(self.module, example_inputs)
+        TensorifyState.clear()  # what Dynamo began again for is captured
+        return compiled, exchange
+
+    def joint(self, layouts: Layouts, read: Callable[..., Any]) -> Any:
+        """What ``read`` makes of the joint graph, as a partition is given it, where gradients lie so; nothing is compiled.
+
+        It is for the time of a backward: gradients are enabled, and autocast is as when the frame was captured.
+        """
+        found: list[Any] = []
+
+        def partitioned(*args: Any, **kwargs: Any) -> Any:
+            found.append(read(*args, **kwargs))
+            raise _Traced
+
+        def never(_module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Any:
+            raise RuntimeError("no gradient of it is needed")
+
+        backend = aot_autograd(
+            fw_compiler=never, bw_compiler=never, partition_fn=partitioned, decompositions=dict(self._parts)
+        )
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(compile_lock)
+            stack.enter_context(torch.enable_grad())
+            for kind, enabled, dtype in self._autocast:
+                if enabled or torch.is_autocast_enabled(kind):
+                    around = torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._autocast_cache)
+                    stack.enter_context(around)
+            stack.enter_context(tracing())
+            stack.enter_context(_tangents_lie(layouts))
+            stack.enter_context(self._settings())
+            with contextlib.suppress(_Traced):
+                backend(self.module, self._examples)
+        return found[0]
+
+    @contextlib.contextmanager
+    def _settings(self) -> Iterator[None]:
+        """What AOTAutograd is told while it traces."""
+        settings: dict[str, Any] = {"donated_buffer": False}
+        if hasattr(functorch_config, "backward_pass_autocast"):
+            # "same_as_forward" gives other bits than eager where the step has a region with autocast off.
+            settings["backward_pass_autocast"] = "off"
+        with (
+            whole_ops(self._symbolic),
+            _floats_stay(),
+            real_layouts(),
+            spaced_results(),
+            _unread_ops_stay(self._stays),
+            functorch_config.patch(settings),
+            inductor_config.patch(fallback_random=True),
+        ):
+            yield
+
+
+class _Traced(BaseException):
+    """The joint graph is there: nothing more is wanted of AOTAutograd."""
+
+
+@contextlib.contextmanager
+def _tangents_lie(layouts: Layouts) -> Iterator[None]:
+    """AOTAutograd traces the backward for gradients that lie so."""
+    own = functorch_aot.run_functionalized_fw_and_collect_metadata  # type: ignore[attr-defined]
+
+    def collecting(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        collect = own(*args, **kwargs)
+
+        def collected(*inputs: Any) -> Any:
+            metadata = collect(*inputs)
+            for i, description in enumerate(metadata.traced_tangents_descs):
+                layout, tangent = layouts.get(_output_of(description)), metadata.traced_tangents[i]  # type: ignore[arg-type]
+                if layout is not None and isinstance(tangent, FakeTensor):
+                    with tangent.fake_mode:
+                        metadata.traced_tangents[i] = layout.empty_like(tangent)
+            return metadata
+
+        return collected
+
+    functorch_aot.run_functionalized_fw_and_collect_metadata = collecting  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        functorch_aot.run_functionalized_fw_and_collect_metadata = own  # type: ignore[attr-defined]
 
 
 def _with_gradients_alone(backward: torch.fx.GraphModule, summands: int) -> torch.fx.GraphModule:
@@ -1259,12 +1388,14 @@ def recapture_reason(since: float) -> str:
     return " ".join(condition.split())
 
 
-def on_backward(inputs: Sequence[Any], outputs: Sequence[Any], told: Callable[[frozenset[int], Any], None]) -> None:
+def on_backward(
+    inputs: Sequence[Any], outputs: Sequence[Any], told: Callable[[frozenset[int], dict[int, Given], Any], None]
+) -> None:
     """Call ``told`` when a backward begins of what a captured function made; gradients are enabled in it where it is to be
     differentiated.
 
     It is told the positions of the outputs that the backward does not come through (their gradients are nothing, not zeros),
-    and the node of autograd's graph.
+    how the gradients of the others lie, by position, and the node of autograd's graph.
     """
     nodes: dict[Any, list[tuple[int, int]]] = {}
     earlier = {captured_node(value)[0] for value in inputs}  # what is handed out of these comes from elsewhere
@@ -1274,7 +1405,13 @@ def on_backward(inputs: Sequence[Any], outputs: Sequence[Any], told: Callable[[f
             nodes.setdefault(node, []).append((position, number))
 
     def before(places: Sequence[tuple[int, int]], of: Callable[[], Any], gradients: Sequence[Any]) -> None:
-        told(frozenset(position for position, number in places if gradients[number] is None), of())
+        unused = frozenset(position for position, number in places if gradients[number] is None)
+        lie: dict[int, Given] = {}
+        for position, number in places:
+            gradient = gradients[number]
+            if type(gradient) is torch.Tensor and gradient.layout is torch.strided:
+                lie[position] = tuple(gradient.shape), gradient.stride()
+        told(unused, lie, of())
 
     for node, places in nodes.items():  # a hook is the node's, and must not keep it alive
         node.register_prehook(functools.partial(before, places, weakref.ref(node)))
@@ -1370,7 +1507,11 @@ def runs_in_forward(node: torch.fx.Node) -> bool:
 
 def output_of_tangent(node: torch.fx.Node) -> int | None:
     """The position among a captured function's outputs of the one whose gradient a tangent is; ``None`` for others."""
-    output = getattr(node.meta.get("desc"), "output", None)
+    return _output_of(node.meta.get("desc"))
+
+
+def _output_of(description: Any) -> int | None:
+    output = getattr(description, "output", None)
     if isinstance(output, IntermediateBaseAOTOutput):  # of several outputs that are views of one tensor
         output = output.base_of
     return output.idx if isinstance(output, PlainAOTOutput) else None

@@ -8,7 +8,7 @@ outputs and, behind them, what the backward module reads and does not compute: t
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,36 +39,50 @@ def lower(captured: CapturedGraph, schedule: Schedule) -> Modules:
     Raises:
         ScheduleError: when the schedule reads something that is not present (a schedule that `verify` refuses).
     """
-    runs = schedule.evaluations
-    replayed = {op for op, count in runs.items() if count > 1 and captured.graph.ops[op].random}
-    forward_steps, backward_steps = schedule.steps[: schedule.boundary], schedule.steps[schedule.boundary :]
-
-    forward = _Writer(captured, replayed)
+    forward = _Writer(captured, _replayed(captured, schedule))
     for node in captured.primals:
         forward.placeholder(node, str(node.target))
-    for step in forward_steps:
+    for step in schedule.steps[: schedule.boundary]:
         forward.run(step)
+    saved = needed_from_forward(captured, schedule)
+    tensors, sizes = [key for key in saved if not _is_size(key)], _sizes(captured)
+    returned = [forward.value(v) if isinstance(v, Node) else v for v in captured.forward_outputs]
+    carried = [forward.value(key) for key in (*tensors, *sizes)]
+    forward_module = forward.finish((*returned, *carried))
+    backward_module = lower_backward(captured, schedule, saved)
+    return Modules(forward_module, backward_module, len(returned), len(sizes))
 
-    saved = _needed_from_forward(captured, schedule, replayed)
-    tensors = [key for key in saved if not _is_size(key)]
-    sizes = [node for node in captured.primals if _is_size(node)]
-    backward = _Writer(captured, replayed, done={step.op for step in forward_steps if isinstance(step, Compute)})
-    for key in (*sizes, *tensors):
+
+def lower_backward(captured: CapturedGraph, schedule: Schedule, saved: Sequence[Key]) -> torch.fx.GraphModule:
+    """The backward module alone, for a forward that has saved this, in this order (see `needed_from_forward`).
+
+    Raises:
+        ScheduleError: see `lower`.
+    """
+    before = schedule.steps[: schedule.boundary]
+    done = {step.op for step in before if isinstance(step, Compute)}
+    backward = _Writer(captured, _replayed(captured, schedule), done=done)
+    for key in (*_sizes(captured), *(key for key in saved if not _is_size(key))):
         backward.placeholder(key, _name(captured, key))
     for node in captured.tangents:
         backward.placeholder(node, str(node.target))
-    for step in backward_steps:
+    for step in schedule.steps[schedule.boundary :]:
         backward.run(step)
-
-    returned = [forward.value(v) if isinstance(v, Node) else v for v in captured.forward_outputs]
-    carried = [forward.value(key) for key in (*tensors, *sizes)]
     gradients = [backward.value(v) if isinstance(v, Node) else v for v in captured.backward_outputs]
+    module = backward.finish(tuple(gradients))
     description = captured.module.graph.output_node().meta.get("desc")
-    forward_module = forward.finish((*returned, *carried))
-    backward_module = backward.finish(tuple(gradients))
     if description is not None:
-        backward_module.graph.output_node().meta["desc"] = description[len(returned) :]
-    return Modules(forward_module, backward_module, len(returned), len(sizes))
+        module.graph.output_node().meta["desc"] = description[len(captured.forward_outputs) :]
+    return module
+
+
+def _replayed(captured: CapturedGraph, schedule: Schedule) -> set[int]:
+    """The random ops that are evaluated again."""
+    return {op for op, count in schedule.evaluations.items() if count > 1 and captured.graph.ops[op].random}
+
+
+def _sizes(captured: CapturedGraph) -> list[Node]:
+    return [node for node in captured.primals if _is_size(node)]
 
 
 def read_again(captured: CapturedGraph, schedule: Schedule) -> tuple[int, ...]:
@@ -104,8 +118,9 @@ def _name(captured: CapturedGraph, key: Key) -> str:
     return f"saved_{key[0]}_{captured.graph.ops[key[1]].name}"
 
 
-def _needed_from_forward(captured: CapturedGraph, schedule: Schedule, replayed: set[int]) -> list[Key]:
+def needed_from_forward(captured: CapturedGraph, schedule: Schedule) -> list[Key]:
     """What the backward reads before computing it, in order of first use."""
+    replayed = _replayed(captured, schedule)
     found: dict[Key, None] = {}
     present: set[Node] = set(captured.tangents)
     tangents = {captured.node_tensor[n] for n in captured.tangents if n in captured.node_tensor}

@@ -38,6 +38,7 @@ from lightning_remat.capture._masks import masks_as_in_eager_mode
 from lightning_remat.capture._messages import messages_stay
 from lightning_remat.capture._numpy import numpy_as_constants
 from lightning_remat.capture._sums import HandedOut, Sums, split_sums
+from lightning_remat.capture._tangents import Given, Layouts
 from lightning_remat.cost import CostCache, OpCost, cost_model
 from lightning_remat.errors import (
     CaptureError,
@@ -52,6 +53,7 @@ from lightning_remat.lowering import lower, without_tangents
 from lightning_remat.measure import held_bytes
 from lightning_remat.planner._accumulate import Accumulator
 from lightning_remat.planner._agreement import Agreement
+from lightning_remat.planner._arrivals import Arrivals
 from lightning_remat.planner._beside import NOTHING_BESIDE, Beside, MeasuredStep, measured_beside, peak_beside
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._device_memory import DeviceAllocator, DeviceMemory, allocated_bytes
@@ -165,6 +167,7 @@ class _Graph:
         stays: its plan is not made anew: nothing was found, or what was found was refused.
         whole: there is no other graph in a call, as far as can be told while it is captured.
         buffers: those that change between a forward and its backward.
+        arrivals: the gradients that its backward is handed.
         accumulator: takes its gradients as they are made, where it may.
         dropped: by the outputs that a backward does not come through, the gradients that are none then.
         unread: by the same outputs, the tangents that are none.
@@ -180,6 +183,7 @@ class _Graph:
     versions: dict[int, int]
     plan: int
     buffers: MovingBuffers
+    arrivals: Arrivals
     accumulator: Accumulator | None = None
     arguments: tuple[int, ...] = ()
     sized: SizedPlans | None = None
@@ -324,6 +328,7 @@ class ScheduledStep:
         self._batch = frozenset(map(id, leaves))
         self._call.clear()
         self._nodes.clear()
+        self._plan_arrivals()
         self._plan_what_was_measured()
         if shapes in self._fits_anyway:
             return self.function(*args, **kwargs)
@@ -765,6 +770,23 @@ class ScheduledStep:
             log.warning("%s keeps its plans, though it held %s: %s", self.name or "the step", format_bytes(most), error)
         self._settled[shapes, path] = None
 
+    def _plan_arrivals(self) -> None:
+        """Before a call: plan graphs anew whose gradients came otherwise laid out than they were captured for."""
+        for graph in self._graphs:
+            other, graph.arrivals.other = graph.arrivals.other, None
+            if other is None or graph.sized is not None or graph.stays:
+                continue
+            captured = with_late_gradients(self._measured(other)[0])
+            try:
+                problem, plan = self._made(captured, graph.weights, graph.around, graph.memory, whole=graph.whole)
+            except InfeasibleBudgetError as error:  # it has run
+                log.warning("%s keeps its plan, though its gradients lie otherwise: %s", self.name or "the step", error)
+                continue
+            graph.captured, graph.problem = captured, problem
+            graph.plan = self._add_plan(plan, graph, captured)
+            self._together = {key: number for key, number in self._together.items() if graph not in key[1]}
+            self._settled.keep(functools.partial(_leads_elsewhere, graph))
+
     def _plan_within_what_is_left(self, shapes: Shapes, path: _Path) -> None:
         """Plan a path; where one of its graphs ran out of memory and came down to too little for all, within the smallest."""
         try:
@@ -898,7 +920,9 @@ class ScheduledStep:
         self.runs.append(0)
         number = len(self.plans) - 1
         schedule = plan.schedule
-        graph.versions[number] = graph.exchange.add(lower(captured, schedule), lambda: lower(captured, schedule))
+        version = graph.exchange.add(lower(captured, schedule), lambda: lower(captured, schedule))
+        graph.versions[number] = version
+        graph.arrivals.add(version, captured, schedule)
         graph.buffers.add(number, captured, plan.schedule)
         self._allocator.arrange(plan.footprint, captured.device)
         if self._on_plan is not None:
@@ -948,17 +972,18 @@ class ScheduledStep:
         sums: Sums = {}
         alone = self._accumulates() and whole
         accumulator = Accumulator(inputs) if alone else None
+        frame = internals.Frame(module, PARTS, symbolic, stays)
 
-        def partition(
+        def read(
             joint: torch.fx.GraphModule,
             _joint_inputs: Any,
             *,
             num_fwd_outputs: int,
             static_lifetime_input_indices: Sequence[int] | None = None,
             **_: Any,
-        ) -> internals.Modules:
-            nonlocal sums
+        ) -> tuple[CapturedGraph, Sums]:
             refuse_other_second_evaluations(joint.graph, draws_anew)
+            sums: Sums = {}
             if not last and accumulator is None:
                 sums = split_sums(joint.graph, num_fwd_outputs)
             captured = from_joint(
@@ -970,6 +995,11 @@ class ScheduledStep:
                 autocast=autocast,
                 hand_over=accumulator.hand_over if accumulator is not None else None,
             )
+            return captured, sums
+
+        def partition(joint: torch.fx.GraphModule, joint_inputs: Any, **described: Any) -> internals.Modules:
+            nonlocal sums
+            captured, sums = read(joint, joint_inputs, **described)
             for value in (
                 *inputs,
                 *module.parameters(),
@@ -997,9 +1027,16 @@ class ScheduledStep:
             summands = sum(len(positions) - 1 for positions in sums.values())
             return dataclasses.replace(lower(captured, plan.schedule), summands=summands)
 
+        def trace_again(layouts: Layouts) -> CapturedGraph:
+            captured: CapturedGraph
+            captured, others = frame.joint(layouts, read)
+            if others != sums:
+                raise CaptureError("the gradients that are added up in it are others then")
+            return captured
+
         self._progress("capturing")
         try:
-            compiled, exchange = internals.aot_backend(module, inputs, partition, PARTS, symbolic, stays)
+            compiled, exchange = frame.compiled(inputs, partition)
         except Exception as error:  # whatever torch raises: the graph runs as before, and the reason is said
             internals.floats_as_constants(module)
             if symbolic and not self._call:
@@ -1019,6 +1056,8 @@ class ScheduledStep:
         captured, problem, around, memory, index = planned[0]
         buffers = MovingBuffers(captured, inputs)
         buffers.add(index, captured, self.plans[index].schedule)
+        arrivals = Arrivals(exchange, trace_again)
+        arrivals.add(0, captured, self.plans[index].schedule)
         graph = _Graph(
             captured,
             problem,
@@ -1029,6 +1068,7 @@ class ScheduledStep:
             versions={index: 0},
             plan=index,
             buffers=buffers,
+            arrivals=arrivals,
             accumulator=accumulator,
             whole=whole,
         )
@@ -1071,7 +1111,7 @@ class ScheduledStep:
                 self._nodes.update(internals.captured_node(one)[0] for one in outputs)
             first = self.runs[number] == 1
             begins = functools.partial(
-                self._backward_begins, graph, compare, added, handed_out, measured, position, first=first
+                self._backward_begins, graph, number, compare, added, handed_out, measured, position, first=first
             )
             internals.on_backward((*args, *given), outputs, begins)
             return outputs
@@ -1133,12 +1173,14 @@ class ScheduledStep:
     def _backward_begins(
         self,
         graph: _Graph,
+        number: int,
         compare: Callable[[], None],
         added: Mapping[int, torch.nn.Parameter],
         handed_out: HandedOut,
         measured: MeasuredStep | None,
         position: int,
         unused: frozenset[int],
+        given: Mapping[int, Given],
         node: Any,
         *,
         first: bool,
@@ -1163,6 +1205,7 @@ class ScheduledStep:
             unread = graph.unread[unused] = graph.captured.tangents_of(unused) if unused else frozenset()
         graph.exchange.dropped, graph.exchange.unread = dropped, unread
         graph.exchange.taken = handed_out.taken
+        self._take_as_given(graph, number, given)
         if measured is not None:
             measured.begins(position, "backward")
             graph.exchange.done = functools.partial(measured.ends, position, "backward")
@@ -1177,6 +1220,16 @@ class ScheduledStep:
         elif unused and first and self.several_backwards:
             internals.keep_saved(node)
         compare()
+
+    def _take_as_given(self, graph: _Graph, number: int, given: Mapping[int, Given]) -> None:
+        """The backward that begins is one for gradients that lie so in memory."""
+        try:
+            graph.arrivals.begin(graph.versions[number], given)
+        except Exception as error:  # noqa: BLE001 - whatever torch raises while it traces
+            self._give_up(
+                "a gradient lies otherwise in memory than the output that it is of, and no backward could be made for that "
+                f"({type(error).__name__}: {error}): the gradients of this step may have other last bits than in eager mode"
+            )
 
     def _give_up(self, reason: str) -> None:
         """Later calls run as before."""
@@ -1329,6 +1382,10 @@ def _leaves_a_loss_to_do(result: Any) -> bool:
     """Whether a loss has yet to be computed from what a call returns, before its backward begins."""
     differentiable = [one for one in internals.tensor_leaves(result) if one.requires_grad]
     return bool(differentiable) and all(one.numel() > 1 for one in differentiable)
+
+
+def _leads_elsewhere(graph: _Graph, key: tuple[Shapes, _Path], _: object) -> bool:
+    return graph not in key[1]
 
 
 def _begins_alike(key: tuple[Shapes, _Path], shapes: Shapes, path: _Path) -> bool:

@@ -1,0 +1,142 @@
+"""The backward of a schedule, for gradients that arrive laid out otherwise than it was made for.
+
+The step is traced once more with such gradients; the forward is the same then. So the schedule is carried over: its forward is
+what has run, its backward evaluates the same again, and takes what was saved. Where the other trace copies or does not (a
+reshape), its own operations run as soon as what they read is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import SequenceMatcher
+
+import torch.fx
+
+from lightning_remat.capture import CapturedGraph, target_name
+from lightning_remat.errors import ScheduleError
+from lightning_remat.lowering._aten import Key, lower_backward, needed_from_forward
+from lightning_remat.schedule import Compute, Free, Schedule, Step, verify
+
+Node = torch.fx.Node
+
+
+def relaid_backward(captured: CapturedGraph, schedule: Schedule, other: CapturedGraph) -> torch.fx.GraphModule:
+    """The backward of ``schedule`` on ``captured``, for the gradients that ``other`` was traced with.
+
+    It takes what the forward that `lower` makes of the two has saved.
+
+    Raises:
+        ScheduleError: where the two traces differ in more than how gradients are handed on.
+    """
+    return _Carried(captured, schedule, other).backward()
+
+
+class _Carried:
+    def __init__(self, captured: CapturedGraph, schedule: Schedule, other: CapturedGraph) -> None:
+        self.captured, self.schedule, self.other = captured, schedule, other
+        self.nodes = _matched(list(captured.module.graph.nodes), list(other.module.graph.nodes))
+        places = {node: i for i, node in enumerate(other.nodes)}
+        self.ops: dict[int, int] = {}
+        for i, node in enumerate(captured.nodes):
+            if node is not None and (place := places.get(self.nodes.get(node))) is not None:
+                self.ops[i] = place
+        self.tensors: dict[int, int] = {}
+        for node, tensor in captured.node_tensor.items():
+            if (found := other.node_tensor.get(self.nodes.get(node))) is not None:  # type: ignore[arg-type]
+                self.tensors[tensor] = found
+        for one, another in self.ops.items():
+            pairs = zip(captured.graph.ops[one].outputs, other.graph.ops[another].outputs, strict=False)
+            for tensor, found in pairs:
+                self.tensors.setdefault(tensor, found)
+
+    def backward(self) -> torch.fx.GraphModule:
+        """The other trace's module."""
+        carried = self._schedule()
+        verify(self.other.graph, carried)
+        saved = [self._key(key) for key in needed_from_forward(self.captured, self.schedule)]
+        for key in needed_from_forward(self.other, carried):
+            if self._name(key) not in map(self._name, saved):
+                raise ScheduleError(f"the backward of the other trace reads {key}, which was not saved")
+        return lower_backward(self.other, carried, saved)
+
+    def _schedule(self) -> Schedule:
+        """The schedule, of the other trace's ops."""
+        graph = self.other.graph
+        steps: list[Step] = []
+        present = set(graph.inputs)
+        own = [i for i in range(len(graph.ops)) if i not in self.ops.values()]  # ops that only the other trace has
+        boundary = len(self.schedule.steps)
+
+        def compute(op: int, over: int = -1) -> None:
+            if over >= 0 and over not in graph.ops[op].overwritable:  # it lies otherwise now
+                steps.append(Compute(op))
+                present.update(graph.ops[op].outputs)
+                over = -1
+            else:
+                steps.append(Compute(op, over))
+                if over >= 0:
+                    present.difference_update(graph.tensors_on[graph.tensors[over].storage])
+                present.update(graph.ops[op].outputs)
+
+        def compute_own() -> None:
+            for op in [one for one in own if present.issuperset(graph.ops[one].inputs)]:
+                own.remove(op)
+                compute(op)
+
+        for number, step in enumerate(self.schedule.steps):
+            if number == self.schedule.boundary:
+                boundary = len(steps)
+                compute_own()
+            if isinstance(step, Free):
+                tensor = self.tensors.get(step.tensor)
+                if tensor in present and tensor is not None:
+                    present.discard(tensor)
+                    steps.append(Free(tensor))
+            elif (op := self.ops.get(step.op)) is not None:
+                compute(op, self.tensors.get(step.over, -1) if step.over >= 0 else -1)
+                if number >= self.schedule.boundary:
+                    compute_own()
+            elif number < self.schedule.boundary and self.captured.nodes[step.op] is not None:
+                raise ScheduleError(f"{self.captured.graph.ops[step.op].name} is not in the forward of the other trace")
+        return Schedule(tuple(steps), min(boundary, len(steps)))
+
+    def _key(self, key: Key) -> Key:
+        """What is saved, of the other trace."""
+        if isinstance(key, Node):
+            found = self.nodes.get(key)
+            if found is None:
+                raise ScheduleError(f"{key.name} was saved, and is not in the other trace")
+            return found
+        name, op = key
+        return name, self.ops[op]
+
+    def _name(self, key: Key) -> object:
+        return self.other.node_tensor.get(key, key) if isinstance(key, Node) else key
+
+
+def _matched(nodes: Sequence[Node], others: Sequence[Node]) -> dict[Node, Node]:
+    """Nodes of two traces of one function that do the same with the same."""
+    labels, other_labels = [*map(_label, nodes)], [*map(_label, others)]
+    shorter = min(len(nodes), len(others))
+    first = next((i for i in range(shorter) if labels[i] != other_labels[i]), shorter)
+    last = next((i for i in range(shorter - first) if labels[-1 - i] != other_labels[-1 - i]), shorter - first)
+    end, other_end = len(nodes) - last, len(others) - last
+    blocks = SequenceMatcher(
+        None, labels[first:end], other_labels[first:other_end], autojunk=False
+    ).get_matching_blocks()
+    pairs = [*zip(nodes[:first], others[:first], strict=True)]
+    for i, j, size in blocks:
+        pairs += zip(nodes[first + i : first + i + size], others[first + j : first + j + size], strict=True)
+    pairs += zip(nodes[end:], others[other_end:], strict=True)
+    found: dict[Node, Node] = {}
+    for node, other in pairs:
+        sources, other_sources = node.all_input_nodes, other.all_input_nodes
+        if len(sources) == len(other_sources) and all(
+            found.get(a, b) is b for a, b in zip(sources, other_sources, strict=True)
+        ):
+            found[node] = other
+    return found
+
+
+def _label(node: Node) -> tuple[str, str]:
+    return node.op, str(node.target) if node.op == "placeholder" else target_name(node.target)

@@ -1,0 +1,95 @@
+"""Gradients that arrive laid out otherwise than a graph was captured for (see ``capture._tangents``).
+
+How the gradient of an output lies is not known before the first backward brings it. There the step is traced once more for
+gradients that lie so, the schedule at hand is carried over to it, and the backward that begins is already that of this trace;
+the next call is planned with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch.fx
+
+from lightning_remat.capture import CapturedGraph
+from lightning_remat.capture import _torch as internals
+from lightning_remat.capture._tangents import Given, Layout, Layouts, alike
+from lightning_remat.errors import CaptureError
+from lightning_remat.lowering import relaid_backward
+from lightning_remat.schedule import Schedule
+
+MOST_LAYOUTS = 8
+"""In which one graph's gradients may come, beside that which it was captured for; each is a trace of its own."""
+
+PLANNED_LAYOUTS = 2
+"""The first of these are planned for; others take the schedule at hand."""
+
+
+class Arrivals:
+    """The gradients that one captured graph is handed.
+
+    Args:
+        exchange: what runs the graph.
+        trace: gives the graph, without costs, for gradients that lie so.
+
+    Attributes:
+        other: the graph as it was traced for the last gradients that lay otherwise than expected, to be planned.
+    """
+
+    def __init__(self, exchange: internals.Exchange, trace: Callable[[Layouts], CapturedGraph]) -> None:
+        self.other: CapturedGraph | None = None
+        self._exchange, self._trace = exchange, trace
+        self._versions: dict[int, tuple[CapturedGraph, Schedule]] = {}
+        self._traces: dict[internals.Arrival, CapturedGraph] = {}
+
+    def add(self, version: int, captured: CapturedGraph, schedule: Schedule) -> None:
+        """One more version of what runs the graph."""
+        self._versions[version] = captured, schedule
+
+    def begin(self, version: int, given: Mapping[int, Given]) -> None:
+        """A version's backward begins; ``given``: how the gradients lie that it is handed, by the position of the output.
+
+        Raises:
+            CaptureError: where the backward that is about to run is none for such gradients.
+            ScheduleError: likewise.
+        """
+        captured, schedule = self._versions[version]
+        places = [internals.output_of_tangent(node) for node in captured.tangents]
+        came = [given.get(place) if place is not None else None for place in places]
+        others: dict[int, Layout] = {}
+        for node, place, one in zip(captured.tangents, places, came, strict=True):
+            if one is None or place is None:
+                continue
+            expected = _expected(node)
+            if not alike(one[0], one[1], expected.at(one[0])):
+                others[place] = Layout.of(*one)
+        if not self._exchange.expect(came):
+            if others:
+                raise CaptureError("its outputs are of tensor subclasses")
+            return
+        if not others:
+            return
+        arrival = frozenset(others.items())
+        backward = None
+        try:
+            if not self._exchange.knows(version, arrival):
+                backward = relaid_backward(captured, schedule, self._traced(arrival))
+        except BaseException:
+            self._exchange.expect([None] * len(came))
+            raise
+        self._exchange.arrive(version, arrival, backward)
+
+    def _traced(self, arrival: internals.Arrival) -> CapturedGraph:
+        if arrival not in self._traces:
+            if len(self._traces) == MOST_LAYOUTS:
+                raise CaptureError(f"they have come in more than {MOST_LAYOUTS} ways")
+            found = self._traces[arrival] = self._trace(dict(arrival))
+            if len(self._traces) <= PLANNED_LAYOUTS:
+                self.other = found
+        return self._traces[arrival]
+
+
+def _expected(tangent: torch.fx.Node) -> Layout:
+    """How a graph's tangent lies."""
+    value = tangent.meta["val"]
+    return Layout.of(*([internals.hint(n) for n in sizes] for sizes in (value.shape, value.stride())))
