@@ -53,7 +53,22 @@ def rows() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(nn.Linear(33, 77), nn.LayerNorm(77), nn.GELU(), nn.Linear(77, 33)), torch.randn(64, 33)
 
 
-MAKES = [convolutions, channels_last, attention, rows]
+class Heads(nn.Module):
+    """What is returned lies transposed: a gradient that does not is copied on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.drop = nn.Linear(12, 20), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.drop(self.project(x)).view(*x.shape[:2], 4, 5).transpose(1, 2)
+
+
+def heads() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(nn.Linear(12, 12), nn.GELU(), Heads()), torch.randn(5, 7, 12)
+
+
+MAKES = [convolutions, channels_last, attention, rows, heads]
 
 
 def transposed(y: torch.Tensor) -> torch.Tensor:
@@ -69,6 +84,7 @@ LOSSES: dict[str, Loss] = {
     "sum of columns": lambda y: y.sum(-1).sin().sum(),
     "transposed": transposed,
     "gaps": lambda y: torch.cat([y, torch.ones_like(y)], -1).square().mean(),
+    "contiguous": lambda y: y.contiguous().sin().sum(),
     "as the output": lambda y: y.square().mean(),
 }
 

@@ -79,9 +79,10 @@ class _Carried:
                 present.update(graph.ops[op].outputs)
 
         def compute_own() -> None:
-            for op in [one for one in own if present.issuperset(graph.ops[one].inputs)]:
-                own.remove(op)
-                compute(op)
+            for op in list(own):  # in order: one may be all that the next one waits for
+                if present.issuperset(graph.ops[op].inputs):
+                    own.remove(op)
+                    compute(op)
 
         for number, step in enumerate(self.schedule.steps):
             if number == self.schedule.boundary:

@@ -31,20 +31,22 @@ class Arrivals:
     Args:
         exchange: what runs the graph.
         trace: gives the graph, without costs, for gradients that lie so.
-
-    Attributes:
-        other: the graph as it was traced for the last gradients that lay otherwise than expected, to be planned.
     """
 
     def __init__(self, exchange: internals.Exchange, trace: Callable[[Layouts], CapturedGraph]) -> None:
-        self.other: CapturedGraph | None = None
         self._exchange, self._trace = exchange, trace
         self._versions: dict[int, tuple[CapturedGraph, Schedule]] = {}
         self._traces: dict[internals.Arrival, CapturedGraph] = {}
+        self._to_plan: CapturedGraph | None = None
 
     def add(self, version: int, captured: CapturedGraph, schedule: Schedule) -> None:
         """One more version of what runs the graph."""
         self._versions[version] = captured, schedule
+
+    def taken(self) -> CapturedGraph | None:
+        """The graph as it was traced for the last gradients that came otherwise than expected, once, to be planned."""
+        found, self._to_plan = self._to_plan, None
+        return found
 
     def begin(self, version: int, given: Mapping[int, Given]) -> None:
         """A version's backward begins; ``given``: how the gradients lie that it is handed, by the position of the output.
@@ -85,7 +87,7 @@ class Arrivals:
                 raise CaptureError(f"they have come in more than {MOST_LAYOUTS} ways")
             found = self._traces[arrival] = self._trace(dict(arrival))
             if len(self._traces) <= PLANNED_LAYOUTS:
-                self.other = found
+                self._to_plan = found
         return self._traces[arrival]
 
 

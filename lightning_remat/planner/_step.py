@@ -324,11 +324,10 @@ class ScheduledStep:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = internals.tensor_leaves((args, kwargs))
         leaves = [*given, *self._early.tensors]
+        self._plan_arrivals()
         shapes = self._shapes = _shapes(leaves)
         self._batch = frozenset(map(id, leaves))
-        self._call.clear()
         self._nodes.clear()
-        self._plan_arrivals()
         self._plan_what_was_measured()
         if shapes in self._fits_anyway:
             return self.function(*args, **kwargs)
@@ -771,21 +770,28 @@ class ScheduledStep:
         self._settled[shapes, path] = None
 
     def _plan_arrivals(self) -> None:
-        """Before a call: plan graphs anew whose gradients came otherwise laid out than they were captured for."""
-        for graph in self._graphs:
-            other, graph.arrivals.other = graph.arrivals.other, None
-            if other is None or graph.sized is not None or graph.stays:
-                continue
-            captured = with_late_gradients(self._measured(other)[0])
-            try:
-                problem, plan = self._made(captured, graph.weights, graph.around, graph.memory, whole=graph.whole)
-            except InfeasibleBudgetError as error:  # it has run
-                log.warning("%s keeps its plan, though its gradients lie otherwise: %s", self.name or "the step", error)
-                continue
-            graph.captured, graph.problem = captured, problem
-            graph.plan = self._add_plan(plan, graph, captured)
-            self._together = {key: number for key, number in self._together.items() if graph not in key[1]}
-            self._settled.keep(functools.partial(_leads_elsewhere, graph))
+        """Before a call: plan what the last one ran again, if its gradients came otherwise than it was captured for."""
+        path = tuple(graph for graph, _ in self._call)
+        self._call.clear()
+        planned = [graph for graph in path if graph.sized is None and not graph.stays]
+        others = {graph: other for graph in planned if (other := graph.arrivals.taken()) is not None}
+        if not others:
+            return
+        self.end_measured()  # measuring costs needs what measures a step
+        self._together = {key: number for key, number in self._together.items() if others.keys().isdisjoint(key[1])}
+        self._settled.keep(lambda key, _: others.keys().isdisjoint(key[1]))
+        for graph, other in others.items():
+            graph.captured = with_late_gradients(self._measured(other)[0])
+        try:
+            if len(path) > 1 or (self._shapes, path) in self._beside:
+                self._plan_within_what_is_left(self._shapes, path)
+                self._settled[self._shapes, path] = None
+            else:
+                (graph,) = path
+                graph.problem, plan = self._made(graph.captured, graph.weights, graph.around, graph.memory)
+                graph.plan = self._add_plan(plan, graph, graph.captured)
+        except InfeasibleBudgetError as error:  # it has run
+            log.warning("%s keeps its plans, though its gradients lie otherwise: %s", self.name or "the step", error)
 
     def _plan_within_what_is_left(self, shapes: Shapes, path: _Path) -> None:
         """Plan a path; where one of its graphs ran out of memory and came down to too little for all, within the smallest."""
@@ -1382,10 +1388,6 @@ def _leaves_a_loss_to_do(result: Any) -> bool:
     """Whether a loss has yet to be computed from what a call returns, before its backward begins."""
     differentiable = [one for one in internals.tensor_leaves(result) if one.requires_grad]
     return bool(differentiable) and all(one.numel() > 1 for one in differentiable)
-
-
-def _leads_elsewhere(graph: _Graph, key: tuple[Shapes, _Path], _: object) -> bool:
-    return graph not in key[1]
 
 
 def _begins_alike(key: tuple[Shapes, _Path], shapes: Shapes, path: _Path) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl  # before the package: it looks at torch's version too
 import torch
 import torch._dynamo.symbolic_convert
+import torch._functorch.aot_autograd
 from lightning.fabric import Fabric
 
 if __name__ == "__main__":  # and not where the command line imports it
