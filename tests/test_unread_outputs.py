@@ -87,7 +87,9 @@ def test_gradients_are_those_of_eager_mode(net: type[nn.Module], budget: float |
             found = gradients[1][name]
             assert (gradient is None) == (found is None), (seed, name)
             assert gradient is None or torch.equal(gradient, found), (seed, name)
-    assert len(step.scheduled.plans) == 1 and step.scheduled.runs == [20] and not step.scheduled.failures
+    assert sum(step.scheduled.runs) == 20 and not step.scheduled.failures
+    # Gradients that come joined have gaps between their rows, which is planned for once it is seen.
+    assert len(step.scheduled.plans) == (2 if net is Joined else 1)
 
 
 def test_a_layout_that_is_not_known_leaves_the_backward_as_it_is() -> None:

@@ -85,10 +85,11 @@ def _sizes(captured: CapturedGraph) -> list[Node]:
     return [node for node in captured.primals if _is_size(node)]
 
 
-def read_again(captured: CapturedGraph, schedule: Schedule) -> tuple[int, ...]:
+def read_again(captured: CapturedGraph, schedule: Schedule | None = None) -> tuple[int, ...]:
     """Parameters and buffers that the backward reads for what eager mode evaluates in the forward, as positions of primals.
 
-    Those that the step itself writes are not among them: what reads them again reads a copy, or does without.
+    Those that the step itself writes are not among them: what reads them again reads a copy, or does without. Without a
+    schedule, those that it may read by any.
     """
     graph = captured.graph
     inputs = [(i, captured.node_tensor[n]) for i, n in enumerate(captured.primals) if n in captured.node_tensor]
@@ -97,7 +98,10 @@ def read_again(captured: CapturedGraph, schedule: Schedule) -> tuple[int, ...]:
         for i, t in inputs
         if graph.tensors[t].role is not TensorRole.BATCH and captured.primals[i] not in captured.written
     }
-    backward = {step.op for step in schedule.steps[schedule.boundary :] if isinstance(step, Compute)}
+    if schedule is None:
+        backward = {i for i, op in enumerate(graph.ops) if op.recomputable}
+    else:
+        backward = {step.op for step in schedule.steps[schedule.boundary :] if isinstance(step, Compute)}
     gradients = {captured.node_tensor[node] for node in captured.tangents if node in captured.node_tensor}
     read: set[int] = set()
     for index, op in enumerate(graph.ops):

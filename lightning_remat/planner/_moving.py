@@ -32,12 +32,14 @@ class MovingBuffers:
     Args:
         captured: the graph.
         inputs: what it was captured with: the arguments of the captured function.
+        batch: ids of the call's own inputs.
 
     Attributes:
         planned_bytes: what the graph's plan has room for; who makes a plan sets it.
+        most_bytes: what is copied at most while buffers are watched.
     """
 
-    def __init__(self, captured: CapturedGraph, inputs: Sequence[Any]) -> None:
+    def __init__(self, captured: CapturedGraph, inputs: Sequence[Any], batch: Collection[int]) -> None:
         self.planned_bytes = 0
         self._arguments = captured.arguments
         self._names = {i: str(node.target) for i, node in zip(captured.arguments, captured.primals, strict=True)}
@@ -48,6 +50,9 @@ class MovingBuffers:
         }
         self._read_again: dict[int, list[int]] = {}
         self._bytes: dict[int, int] = {}
+        most = (self._arguments[primal] for primal in read_again(captured))
+        watched = [inputs[i] for i in most if i in self._held and id(inputs[i]) not in batch]
+        self.most_bytes = sum(block_bytes(one.nbytes, one.device.type) for one in watched)
 
     def add(self, plan: int, captured: CapturedGraph, schedule: Schedule) -> None:
         """One more plan, by its number."""
@@ -58,7 +63,13 @@ class MovingBuffers:
     @property
     def unplanned_bytes(self) -> int:
         """Bytes that are copied and not planned for."""
-        return sum(self._bytes.values()) - self.planned_bytes
+        return max(0, sum(self._bytes.values()) - self.planned_bytes)
+
+    def watched(self) -> int:
+        """A plan's first runs are over: gives the bytes that were planned for them alone, and are no more."""
+        copied = sum(self._bytes.values())
+        spare, self.planned_bytes = max(0, self.planned_bytes - copied), min(self.planned_bytes, copied)
+        return spare
 
     def copies(self, args: Sequence[Any], plan: int, runs: int, batch: Collection[int]) -> dict[int, torch.Tensor]:
         """Copies for a run of a plan, by position; ``runs`` counts it, and ``batch`` has the ids of the call's own inputs."""

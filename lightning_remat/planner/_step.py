@@ -59,7 +59,7 @@ from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._device_memory import DeviceAllocator, DeviceMemory, allocated_bytes
 from lightning_remat.planner._late import with_late_gradients
 from lightning_remat.planner._make import FOR_ONCE, UNPLANNED, AtHand, Progress, make_plan, unplanned
-from lightning_remat.planner._moving import MovingBuffers
+from lightning_remat.planner._moving import WATCHED_RUNS, MovingBuffers
 from lightning_remat.planner._plan import Plan, with_beside
 from lightning_remat.planner._plan_cache import PlanCache, fingerprint
 from lightning_remat.planner._recent import Recent
@@ -324,6 +324,7 @@ class ScheduledStep:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = internals.tensor_leaves((args, kwargs))
         leaves = [*given, *self._early.tensors]
+        self._let_go_of_copies()
         self._plan_arrivals()
         shapes = self._shapes = _shapes(leaves)
         self._batch = frozenset(map(id, leaves))
@@ -769,6 +770,18 @@ class ScheduledStep:
             log.warning("%s keeps its plans, though it held %s: %s", self.name or "the step", format_bytes(most), error)
         self._settled[shapes, path] = None
 
+    def _let_go_of_copies(self) -> None:
+        """Before a call: a plan whose first runs are over needs no room any more for what was copied to be watched."""
+        for graph, number in self._call:
+            if self.runs[number] != WATCHED_RUNS or not (spare := graph.buffers.watched()):
+                continue
+            plan, before = self.plans[number], graph.problem.resident_bytes
+            graph.problem = graph.problem.replace(resident_bytes=before - spare)
+            if plan.graph.resident_bytes == before:  # not where the plan evaluates nothing again, and copies nothing
+                plan = with_beside(plan, -spare)
+                _, footprint = self._as_allocated(graph.memory, plan.graph, plan.schedule, plan.budget_bytes)
+                self.plans[number] = dataclasses.replace(plan, footprint=footprint)
+
     def _plan_arrivals(self) -> None:
         """Before a call: plan what the last one ran again, if its gradients came otherwise than it was captured for."""
         path = tuple(graph for graph, _ in self._call)
@@ -788,7 +801,9 @@ class ScheduledStep:
                 self._settled[self._shapes, path] = None
             else:
                 (graph,) = path
-                graph.problem, plan = self._made(graph.captured, graph.weights, graph.around, graph.memory)
+                graph.buffers.planned_bytes = room = graph.buffers.most_bytes
+                made = self._made(graph.captured, graph.weights, graph.around, graph.memory, room_bytes=room)
+                graph.problem, plan = made
                 graph.plan = self._add_plan(plan, graph, graph.captured)
         except InfeasibleBudgetError as error:  # it has run
             log.warning("%s keeps its plans, though its gradients lie otherwise: %s", self.name or "the step", error)
@@ -970,7 +985,9 @@ class ScheduledStep:
             internals.floats_as_constants(module)
         parameters = [isinstance(value, torch.nn.Parameter) for value in inputs]
         weights: dict[int, int] = {}
-        planned: list[tuple[CapturedGraph, ComputationGraph, Surroundings, DeviceMemory | None, int]] = []
+        planned: list[
+            tuple[CapturedGraph, ComputationGraph, Surroundings, DeviceMemory | None, int, MovingBuffers]
+        ] = []
         autocast = Autocast.around(module)
         draws_anew = any(node.kwargs.get("preserve_rng_state", True) is False for node in in_checkpoints)
         whole = internals.is_whole_function(module, inputs)
@@ -1017,9 +1034,14 @@ class ScheduledStep:
                 sizes = (captured.sizes.values[symbol] for symbol in captured.symbols)
                 limits = captured.size_limits()
                 captured = captured.at([rounded_up(n, most) for n, most in zip(sizes, limits, strict=True)])
+            buffers = MovingBuffers(captured, inputs, self._batch)
+            if whole and not captured.symbols:
+                buffers.planned_bytes = buffers.most_bytes
             try:
                 with internals.real_tensors(), internals.collected():
-                    captured, problem, plan, around, memory = self._plan(captured, weights, whole)
+                    captured, problem, plan, around, memory = self._plan(
+                        captured, weights, whole, buffers.planned_bytes
+                    )
                     self._allocator.arrange(plan.footprint, captured.device)
             except (ScheduleError, GraphError):  # a defect: nothing of it may reach the user's step
                 raise
@@ -1029,7 +1051,7 @@ class ScheduledStep:
             if index == len(self.plans):
                 self.plans.append(plan)
                 self.runs.append(0)
-            planned.append((captured, problem, around, memory, index))
+            planned.append((captured, problem, around, memory, index, buffers))
             summands = sum(len(positions) - 1 for positions in sums.values())
             return dataclasses.replace(lower(captured, plan.schedule), summands=summands)
 
@@ -1059,8 +1081,7 @@ class ScheduledStep:
         if not planned:  # nothing in it needs a gradient
             return compiled
         exchange.without = without_tangents
-        captured, problem, around, memory, index = planned[0]
-        buffers = MovingBuffers(captured, inputs)
+        captured, problem, around, memory, index, buffers = planned[0]
         buffers.add(index, captured, self.plans[index].schedule)
         arrivals = Arrivals(exchange, trace_again)
         arrivals.add(0, captured, self.plans[index].schedule)
@@ -1243,13 +1264,15 @@ class ScheduledStep:
         self._failed(reason, None)
 
     def _plan(
-        self, captured: CapturedGraph, weights: Weights, whole: bool
+        self, captured: CapturedGraph, weights: Weights, whole: bool, room_bytes: int
     ) -> tuple[CapturedGraph, ComputationGraph, Plan, Surroundings, DeviceMemory | None]:
         """The graph with costs, the same with what lies around it, its plan, what lies around it, and the device's memory."""
         captured, cost_seconds = self._measured(captured)
         captured = with_late_gradients(captured)
         around, memory = self._on_device(captured, self._surroundings())
-        graph, plan = self._made(captured, weights, around, memory, cost_seconds=cost_seconds, whole=whole)
+        graph, plan = self._made(
+            captured, weights, around, memory, cost_seconds=cost_seconds, whole=whole, room_bytes=room_bytes
+        )
         return captured, graph, plan, around, memory
 
     def _on_device(self, captured: CapturedGraph, around: Surroundings) -> tuple[Surroundings, DeviceMemory | None]:
@@ -1301,13 +1324,18 @@ class ScheduledStep:
         cost_seconds: float = 0.0,
         most_seconds: float = math.inf,
         whole: bool = True,
+        room_bytes: int = 0,
     ) -> tuple[ComputationGraph, Plan]:
-        """A graph with what lies around it, and its plan."""
+        """A graph with what lies around it, and its plan.
+
+        ``room_bytes`` are for copies in its first runs (`MovingBuffers`), where something is evaluated again.
+        """
         config = dataclasses.replace(self.config, time_limit=min(self.config.time_limit, most_seconds))
         earlier = [(self.plans[number].graph, graph.weights) for graph, number in self._call]
         kept = sum(kept_bytes(self.plans[number]) for _, number in self._call)
         graph = around.put_around(captured, weights, earlier, kept_bytes=kept)
-        replayed = replay_bytes(captured)
+        graph = graph.replace(resident_bytes=graph.resident_bytes + room_bytes)
+        replayed = replay_bytes(captured) + room_bytes
         alike = (graph, graph.replace(resident_bytes=graph.resident_bytes - replayed))
         same = [known for known in self.plans if known.graph in alike]
         if same:  # captured again for another reason than its shapes
