@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_remat.planner import _plan_cache
+from lightning_remat.solvers import _auto
 
 # The tests of a GPU need no hypothesis: they run on machines that have torch and pytest and little else.
 if importlib.util.find_spec("hypothesis"):
@@ -40,6 +41,25 @@ def _no_plans_of_other_runs(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: p
     """Each test solves for itself. Measured costs are shared, as they are among a user's runs."""
     folder = tmp_path_factory.mktemp("plans")
     monkeypatch.setattr(_plan_cache, "cache_directory", lambda: folder)
+
+
+SEARCHING = {
+    "test_portfolio",
+    "test_h100_graphs",
+    "test_methods",
+    "test_planner",
+    "test_background",
+    "test_papers",
+    "test_curve",
+}
+"""Modules in which what is found counts."""
+
+
+@pytest.fixture(autouse=True)
+def _searches_are_short(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The portfolio takes seconds for what may be a little cheaper; elsewhere any schedule within the budget will do."""
+    if request.module.__name__.rpartition(".")[2] not in SEARCHING:
+        monkeypatch.setattr(_auto, "usual_seconds", lambda problem: 0.3 + len(problem) / 2000)
 
 
 @pytest.fixture(autouse=True)

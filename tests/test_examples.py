@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = {
     "segmentation": "--size 64 --width 4 --steps 6 --budget 0.8",
-    "batch_size_finder": "--small --budget 12MiB --steps 2",
+    "batch_size_finder": "--small --budget 12MiB --steps 2 --time-limit 1",
     "ddp": "--small --steps 6",
     "hydra": "trainer.max_steps=3 callbacks.remat.budget=0.6 +callbacks.remat.cost_model=unit",
     "lightning_cli": f"fit --config {ROOT / 'examples' / 'lightning_cli' / 'config.yaml'} --trainer.max_steps=3",

@@ -1534,7 +1534,7 @@ def test_whole(make: type[Wild]) -> None:
         (PicksRows, 2, {}),  # one for each number of rows
         (Thawed, 2, {"max_epochs": 2}),
         (OwnAverage, 1, {"val": True}),
-        (MocoThatEnqueuesLater, 2, {}),  # one with room for a copy of the queue
+        (MocoThatEnqueuesLater, 1, {}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -36,6 +36,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", default="200MiB", help="a size, or auto")
     parser.add_argument("--max-overhead", type=float, help="share of extra time; default: one extra forward")
+    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds for each plan, at most")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--small", action="store_true", help="a tiny model")
     options = parser.parse_args()
@@ -46,7 +47,7 @@ def main() -> int:
         accelerator="cpu",
         devices=1,
         max_steps=options.steps,
-        callbacks=[RematCallback(budget=options.budget), finder],
+        callbacks=[RematCallback(budget=options.budget, time_limit=options.time_limit), finder],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
