@@ -144,7 +144,9 @@ class NumpyFloat(VariableTracker):
         return self.number if name == "item" else super().call_method(tx, name, args, kwargs)
 
     def var_getattr(self, tx: Any, name: str) -> Any:
-        return GetAttrVariable(self, name) if name == "item" else super().var_getattr(tx, name)
+        of_any: Any = super()
+        own = getattr(of_any, "var_getattr", None) or of_any.tp_getattro_impl
+        return GetAttrVariable(self, name) if name == "item" else own(tx, name)
 
     tp_getattro_impl = var_getattr  # torch 2.14's name for it
 

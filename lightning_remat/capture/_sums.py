@@ -121,9 +121,10 @@ class HandedOut:
     def inputs(self, args: Sequence[Any]) -> list[Any]:
         """The arguments, of which those with several gradients pass these on to autograd one by one."""
         given = list(args)
+        apply: Any = _Several.apply  # without types before torch 2.14
         for argument, positions in self._sums.items():
             if given[argument].requires_grad:
-                given[argument] = _Several.apply(self, argument, *[given[argument]] * len(positions))  # type: ignore[no-untyped-call]
+                given[argument] = apply(self, argument, *[given[argument]] * len(positions))
         return given
 
     def of(self, argument: int) -> list[torch.Tensor | None]:

@@ -54,8 +54,9 @@ class _Carried:
         carried = self._schedule()
         verify(self.other.graph, carried)
         saved = [self._key(key) for key in needed_from_forward(self.captured, self.schedule)]
+        known = {self._name(key) for key in saved}
         for key in needed_from_forward(self.other, carried):
-            if self._name(key) not in map(self._name, saved):
+            if self._name(key) not in known:
                 raise ScheduleError(f"the backward of the other trace reads {key}, which was not saved")
         return lower_backward(self.other, carried, saved)
 
@@ -64,19 +65,16 @@ class _Carried:
         graph = self.other.graph
         steps: list[Step] = []
         present = set(graph.inputs)
-        own = [i for i in range(len(graph.ops)) if i not in self.ops.values()]  # ops that only the other trace has
+        own = sorted(set(range(len(graph.ops))) - set(self.ops.values()))  # ops that only the other trace has
         boundary = len(self.schedule.steps)
 
         def compute(op: int, over: int = -1) -> None:
-            if over >= 0 and over not in graph.ops[op].overwritable:  # it lies otherwise now
-                steps.append(Compute(op))
-                present.update(graph.ops[op].outputs)
+            if over not in graph.ops[op].overwritable:  # it lies otherwise now
                 over = -1
-            else:
-                steps.append(Compute(op, over))
-                if over >= 0:
-                    present.difference_update(graph.tensors_on[graph.tensors[over].storage])
-                present.update(graph.ops[op].outputs)
+            steps.append(Compute(op, over))
+            if over >= 0:
+                present.difference_update(graph.tensors_on[graph.tensors[over].storage])
+            present.update(graph.ops[op].outputs)
 
         def compute_own() -> None:
             for op in list(own):  # in order: one may be all that the next one waits for

@@ -7,6 +7,7 @@ the next call is planned with it.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 
 import torch.fx
@@ -25,6 +26,15 @@ PLANNED_LAYOUTS = 2
 """The first of these are planned for; others take the schedule at hand."""
 
 
+@dataclasses.dataclass(frozen=True)
+class _Version:
+    """What runs a graph, and for each of its tangents the position of the output, and how it lies."""
+
+    captured: CapturedGraph
+    schedule: Schedule
+    tangents: tuple[tuple[int | None, Layout], ...]
+
+
 class Arrivals:
     """The gradients that one captured graph is handed.
 
@@ -35,13 +45,14 @@ class Arrivals:
 
     def __init__(self, exchange: internals.Exchange, trace: Callable[[Layouts], CapturedGraph]) -> None:
         self._exchange, self._trace = exchange, trace
-        self._versions: dict[int, tuple[CapturedGraph, Schedule]] = {}
+        self._versions: dict[int, _Version] = {}
         self._traces: dict[internals.Arrival, CapturedGraph] = {}
         self._to_plan: CapturedGraph | None = None
 
     def add(self, version: int, captured: CapturedGraph, schedule: Schedule) -> None:
         """One more version of what runs the graph."""
-        self._versions[version] = captured, schedule
+        tangents = ((internals.output_of_tangent(node), _layout(node)) for node in captured.tangents)
+        self._versions[version] = _Version(captured, schedule, tuple(tangents))
 
     def taken(self) -> CapturedGraph | None:
         """The graph as it was traced for the last gradients that came otherwise than expected, once, to be planned."""
@@ -55,15 +66,11 @@ class Arrivals:
             CaptureError: where the backward that is about to run is none for such gradients.
             ScheduleError: likewise.
         """
-        captured, schedule = self._versions[version]
-        places = [internals.output_of_tangent(node) for node in captured.tangents]
-        came = [given.get(place) if place is not None else None for place in places]
+        made_for = self._versions[version]
+        came = [given.get(place) if place is not None else None for place, _ in made_for.tangents]
         others: dict[int, Layout] = {}
-        for node, place, one in zip(captured.tangents, places, came, strict=True):
-            if one is None or place is None:
-                continue
-            expected = _expected(node)
-            if not alike(one[0], one[1], expected.at(one[0])):
+        for (place, layout), one in zip(made_for.tangents, came, strict=True):
+            if place is not None and one is not None and not alike(one[0], one[1], layout.at(one[0])):
                 others[place] = Layout.of(*one)
         if not self._exchange.expect(came):
             if others:
@@ -75,7 +82,7 @@ class Arrivals:
         backward = None
         try:
             if not self._exchange.knows(version, arrival):
-                backward = relaid_backward(captured, schedule, self._traced(arrival))
+                backward = relaid_backward(made_for.captured, made_for.schedule, self._traced(arrival))
         except BaseException:
             self._exchange.expect([None] * len(came))
             raise
@@ -91,7 +98,7 @@ class Arrivals:
         return self._traces[arrival]
 
 
-def _expected(tangent: torch.fx.Node) -> Layout:
-    """How a graph's tangent lies."""
+def _layout(tangent: torch.fx.Node) -> Layout:
+    """How a graph takes it that a tangent lies."""
     value = tangent.meta["val"]
     return Layout.of(*([internals.hint(n) for n in sizes] for sizes in (value.shape, value.stride())))
