@@ -593,7 +593,8 @@ _OPERATOR = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
 
 def boxed(module: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     """The module as a function of one list, which it clears, so that nothing outside keeps its arguments alive."""
-    module.graph.set_codegen(_BoxedCodeGen())
+    codegen: Any = _BoxedCodeGen  # without types before torch 2.12
+    module.graph.set_codegen(codegen())
     code = module.graph.python_code("self")
     names = dict(code.globals)
 

@@ -337,5 +337,6 @@ class _Writer:
 
     def finish(self, outputs: tuple[Any, ...]) -> torch.fx.GraphModule:
         self.graph.output(outputs)
-        self.graph.lint()
+        graph: Any = self.graph  # `lint` has no types before torch 2.12
+        graph.lint()
         return torch.fx.GraphModule(self.captured.module, self.graph)
