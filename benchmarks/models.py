@@ -1,4 +1,4 @@
-"""Many architectures, five training steps each: eagerly, and within budgets. Which are captured whole, with the same bits?
+"""Many architectures, ten training steps each: eagerly, and within budgets. Which are captured whole, with the same bits?
 
     python benchmarks/models.py                    # all, a row each, written as they come
     python benchmarks/models.py --only 'Bert|monai' --resume
@@ -7,7 +7,7 @@
 The architectures are those of `benchmarks.architectures`, one at a time, each in a process of its own with a time limit, so
 that a crash is a row. A step is forward, ``zero_grad``, backward and AdamW, in training mode with dropout on. Eager mode runs
 twice, since what does not repeat its own bits cannot be compared. Losses, gradients of each step, and parameters, buffers and
-the random state after five steps are compared bit by bit; the peak is that of forward and backward in the last step (the
+the random state after ten steps are compared bit by bit; the peak is that of forward and backward in the last step (the
 second may capture again, where the first has left something behind: a mask that is kept, say; and where more than captured
 graphs runs in a step, the planner itself measures it, and plans again).
 
@@ -50,7 +50,7 @@ from lightning_remat.report import format_bytes
 FORMAT, FORMAT_VERSION = "lightning_remat.models", 1
 RESULTS = Path(__file__).resolve().parent / "results" / "models-cpu.json"
 SHARES = (0.8, 0.6)
-STEPS = 5
+STEPS = 10
 TIMED = 3
 """Steps that are timed after those that are compared; the fastest counts."""
 

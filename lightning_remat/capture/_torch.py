@@ -42,6 +42,7 @@ What is used and why:
 * ``_accelerator_setAllocatorSettings``: expandable segments are switched on while a scheduled step runs.
 * ``_dynamo.optimize``, ``compile_lock``: all that is set or replaced in torch is so only while Dynamo has a frame of ours to
   capture, and its lock is held: neither a step that runs nor what another thread captures sees any of it.
+* ``ConvertFrameReturn``: a frame that is captured over and over is left alone, and only by this library (see `compile_frame`).
 * ``_dynamo.config``: the recompile limit, logging calls and DDP's graph splitting.
 * ``VariableBuilder.wrap_symfloat``: Dynamo makes an input of a Python float only where all sizes are symbols too, with no way
   to ask for one (see `VaryingFloats`). AOTAutograd would make tensors of such floats, which round otherwise: that is left out
@@ -69,7 +70,7 @@ import types
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ import torch._dynamo
 import torch.distributed
 import torch.fx
 from torch._C import DispatchKey, DispatchKeySet
+from torch._dynamo import types as dynamo_types
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.bytecode_transformation import create_call_function
@@ -178,6 +180,7 @@ __all__ = [
     "accumulates_into",
     "allocator_settings",
     "assert_async",
+    "backward_number",
     "boxed",
     "build_attribute",
     "calls_cudnn",
@@ -203,7 +206,9 @@ __all__ = [
     "guard_on",
     "hint",
     "in_backward",
+    "is_code_of",
     "is_size",
+    "is_to_run",
     "is_whole_function",
     "keep_saved",
     "largest",
@@ -749,6 +754,8 @@ class Exchange:
         without: makes a backward with such tangents left out.
         summands: see `Modules`.
         taken: is given these by the next backward.
+        ported: tangents of the next backward that autograd has handed over zeros for, by their positions among its arguments,
+            counted from the end (see ``_ports``).
         done: called when the next backward has run.
         observe: where it is set, every op is run through it (slow).
     """
@@ -760,6 +767,7 @@ class Exchange:
         self.without: Callable[[torch.fx.GraphModule, frozenset[str]], torch.fx.GraphModule] = lambda module, _: module
         self.summands = 0
         self.taken: Callable[[Sequence[Any]], None] | None = None
+        self.ported: Mapping[int, torch.Tensor] = {}
         self.done: Callable[[], None] | None = None
         self.observe: ObserveNode | None = None
         self._versions: dict[int, _Version] = {}  # the one that ran last at the end
@@ -862,6 +870,10 @@ class Exchange:
         """The backward of the forward that saved ``args``."""
         number = int(args.pop(self._sizes))
         dropped, self.dropped = self.dropped, frozenset()
+        ported, self.ported = self.ported, {}
+        for i, tangent in ported.items():
+            args[i] = tangent
+        del ported
         found = self._backward(number)(args, self.observe)
         if dropped:
             found = tuple(None if i in dropped else one for i, one in enumerate(found))
@@ -1068,15 +1080,16 @@ def compile_frame(
     function: Callable[..., Any],
     backend: Callable[..., Any],
     around: Around,
+    left: Container[types.CodeType] = (),
     symbolic: bool = False,
 ) -> Callable[..., Any]:
     """``function`` captured by Dynamo: one graph a shape, or with symbols for the sizes that vary (see `varying`).
 
     What ``around`` gives (asked with the frame's code) is open while a frame is captured, planned and lowered, and at no other
-    time (see `tracing`).
+    time (see `tracing`). Frames whose code is in ``left`` when they are met are not captured (any more), nor what they call.
     """
     context: Any = torch._dynamo.optimize(backend=backend, dynamic=None if symbolic else False)
-    context.callback = _Capture(context.callback, around)
+    context.callback = _Capture(context.callback, around, left)
     compiled: Callable[..., Any] = context(function)
     return compiled
 
@@ -1084,13 +1097,18 @@ def compile_frame(
 class _Capture:
     """What Dynamo calls when it meets a frame for which it has no code."""
 
-    def __init__(self, capture: Any, around: Around) -> None:
+    def __init__(self, capture: Any, around: Around, left: Container[types.CodeType]) -> None:
         self._torchdynamo_orig_backend = (
             capture  # as Dynamo's own such wrappers name it: by it captured code is told apart
         )
         self._around = around
+        self._left = left
 
     def __call__(self, frame: Any, *args: Any) -> Any:
+        if frame.f_code in self._left:
+            own: Any = dynamo_types
+            skip = own.FrameExecStrategy(own.FrameAction.SKIP, own.FrameAction.SKIP)
+            return own.ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=False)
         with compile_lock, self._around(frame.f_code):
             return self._torchdynamo_orig_backend(frame, *args)
 
@@ -1390,13 +1408,17 @@ def recapture_reason(since: float) -> str:
 
 
 def on_backward(
-    inputs: Sequence[Any], outputs: Sequence[Any], told: Callable[[frozenset[int], dict[int, Given], Any], None]
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    told: Callable[[frozenset[int], dict[int, Given], dict[int, torch.Tensor], Any], None],
+    ported: Callable[[], dict[int, torch.Tensor]] = dict,
 ) -> None:
     """Call ``told`` when a backward begins of what a captured function made; gradients are enabled in it where it is to be
     differentiated.
 
     It is told the positions of the outputs that the backward does not come through (their gradients are nothing, not zeros),
-    how the gradients of the others lie, by position, and the node of autograd's graph.
+    how the gradients of the others lie, by position, those that autograd does not hand over, which ``ported`` gives then, and
+    the node of autograd's graph.
     """
     nodes: dict[Any, list[tuple[int, int]]] = {}
     earlier = {captured_node(value)[0] for value in inputs}  # what is handed out of these comes from elsewhere
@@ -1406,13 +1428,14 @@ def on_backward(
             nodes.setdefault(node, []).append((position, number))
 
     def before(places: Sequence[tuple[int, int]], of: Callable[[], Any], gradients: Sequence[Any]) -> None:
-        unused = frozenset(position for position, number in places if gradients[number] is None)
+        others = ported()
+        given = {position: others.get(position, gradients[number]) for position, number in places}
+        unused = frozenset(position for position, gradient in given.items() if gradient is None)
         lie: dict[int, Given] = {}
-        for position, number in places:
-            gradient = gradients[number]
+        for position, gradient in given.items():
             if type(gradient) is torch.Tensor and gradient.layout is torch.strided:
                 lie[position] = tuple(gradient.shape), gradient.stride()
-        told(unused, lie, of())
+        told(unused, lie, others, of())
 
     for node, places in nodes.items():  # a hook is the node's, and must not keep it alive
         node.register_prehook(functools.partial(before, places, weakref.ref(node)))
@@ -1435,10 +1458,20 @@ def accumulates_into(parameter: torch.Tensor) -> bool:
     """Whether the backward that runs now adds to the parameter's gradient (``torch.autograd.grad`` does not)."""
     if torch.is_grad_enabled():  # it is to be differentiated
         return False
+    return is_to_run(torch.autograd.graph.get_gradient_edge(parameter).node)
+
+
+def is_to_run(node: Any) -> bool:
+    """Whether a node of autograd's graph is part of the backward that runs now."""
     try:
-        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(parameter).node))
+        return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # "A leaf node was passed ... but we are currently running autograd.grad()"
         return False
+
+
+def backward_number() -> int:
+    """Which backward runs now on this thread; -1 where none does."""
+    return int(torch._C._current_graph_task_id())
 
 
 def is_whole_function(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> bool:
@@ -1455,11 +1488,14 @@ def ends_function(module: torch.fx.GraphModule, code: types.CodeType | None, fun
     was called by something that Dynamo has left alone.
     """
     reason = getattr(module, "compile_subgraph_reason", None)
+    return reason is not None and not reason.graph_break and code is not None and is_code_of(code, function)
+
+
+def is_code_of(code: types.CodeType, function: Callable[..., Any]) -> bool:
+    """Whether a frame of this code is the function, or what Dynamo goes on with after a break in it."""
     plain = type(function).forward if isinstance(function, torch.nn.Module) else function
     own = getattr(getattr(plain, "__func__", plain), "__code__", None)
-    if reason is None or reason.graph_break or own is None or code is None:
-        return False
-    return (code.co_filename, code.co_firstlineno) == (own.co_filename, own.co_firstlineno)
+    return own is not None and (code.co_filename, code.co_firstlineno) == (own.co_filename, own.co_firstlineno)
 
 
 def lead_only_to(nodes: Collection[Any], leaves: Iterable[torch.Tensor]) -> bool:

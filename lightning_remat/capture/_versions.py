@@ -23,7 +23,7 @@ NAMES = {
     "torch": "_assert _assert_async",
     "torch._C": "DispatchKey.Autograd DispatchKey.CPU DispatchKey.CompositeImplicitAutograd DispatchKeySet "
     "_AutoDispatchBelowAutograd _FunctionBase _accelerator_setAllocatorSettings _autograd._get_sequence_nr "
-    "_current_autograd_node _dispatch_has_kernel_for_dispatch_key _will_engine_execute_node",
+    "_current_autograd_node _current_graph_task_id _dispatch_has_kernel_for_dispatch_key _will_engine_execute_node",
     "torch._decomp": "",
     "torch._dynamo": "maybe_mark_dynamic optimize",
     "torch._dynamo.backends.common": "aot_autograd",
@@ -38,6 +38,7 @@ NAMES = {
     "torch._dynamo.source": "AttrSource ConstantSource GlobalSource TensorProperty.SIZE TensorPropertySource",
     "torch._dynamo.symbolic_convert": "InstructionTranslatorBase._format_value TensorifyState.clear "
     "TensorifyState.should_specialize TensorifyState.specialize compare_op_handlers",
+    "torch._dynamo.types": "ConvertFrameReturn FrameAction.SKIP FrameExecStrategy",
     "torch._dynamo.utils": "counters get_compilation_metrics warn_once",
     "torch._dynamo.variables.base": "VariableTracker.build",
     "torch._dynamo.variables.builder": "TrackedFake VariableBuilder.wrap_numpy_ndarray VariableBuilder.wrap_symfloat",

@@ -48,11 +48,17 @@ class Arrivals:
         self._versions: dict[int, _Version] = {}
         self._traces: dict[internals.Arrival, CapturedGraph] = {}
         self._to_plan: CapturedGraph | None = None
+        self._places: list[int | None] = []  # of the outputs that the tangents are for
 
     def add(self, version: int, captured: CapturedGraph, schedule: Schedule) -> None:
         """One more version of what runs the graph."""
         tangents = ((internals.output_of_tangent(node), _layout(node)) for node in captured.tangents)
-        self._versions[version] = _Version(captured, schedule, tuple(tangents))
+        self._versions[version] = made = _Version(captured, schedule, tuple(tangents))
+        self._places = [place for place, _ in made.tangents]
+
+    def tangents(self, given: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Gradients of outputs, given by their positions, by those of the tangents, counted from the end."""
+        return {self._places.index(position) - len(self._places): gradient for position, gradient in given.items()}
 
     def taken(self) -> CapturedGraph | None:
         """The graph as it was traced for the last gradients that came otherwise than expected, once, to be planned."""

@@ -180,17 +180,17 @@ def peak_beside(plan: Plan, known: Beside, found: Beside) -> int:
 def measured_beside(plan: Plan, known: Beside, held: Held) -> Beside:
     """What is beside a graph, by what was held while it ran by a plan for which ``known`` was put beside it."""
     graph, schedule, timeline = plan.graph, plan.schedule, plan.timeline()
-    most = {True: 0, False: 0}
+    most: dict[bool, int] = {}  # in the forward, and in the backward: where nothing of it runs, nothing is beside it
     waiting = int(timeline.after[schedule.boundary - 1]) if schedule.boundary else graph.input_bytes
     for index, step in enumerate(schedule.steps):
         if isinstance(step, Compute) and graph.ops[step.op].name == OUTSIDE:
             waiting = int(timeline.during[index]) - graph.ops[step.op].workspace_bytes
         elif isinstance(step, Compute):
             forward = index < schedule.boundary
-            most[forward] = max(most[forward], int(timeline.during[index]))
+            most[forward] = max(most.get(forward, 0), int(timeline.during[index]))
     more = Beside(
-        held.forward_bytes - most[True] if held.forward_bytes is not None else 0,
-        held.backward_bytes - most[False] if held.backward_bytes is not None else 0,
+        held.forward_bytes - most[True] if held.forward_bytes is not None and True in most else 0,
+        held.backward_bytes - most[False] if held.backward_bytes is not None and False in most else 0,
     )
     more = more.within(graph)
     return Beside(

@@ -37,7 +37,8 @@ from lightning_remat.capture._joint import module_path, target_name
 from lightning_remat.capture._masks import masks_as_in_eager_mode
 from lightning_remat.capture._messages import messages_stay
 from lightning_remat.capture._numpy import numpy_as_constants
-from lightning_remat.capture._sums import HandedOut, Sums, split_sums
+from lightning_remat.capture._ports import Ports, with_ports
+from lightning_remat.capture._sums import HandedOut, Sums, refuse_written_views, split_sums
 from lightning_remat.capture._tangents import Given, Layouts
 from lightning_remat.cost import CostCache, OpCost, cost_model
 from lightning_remat.errors import (
@@ -99,6 +100,12 @@ MANY_CAPTURES = 16
 
 MOST_CAPTURES = 4
 """Captures for the same shapes before the step is taken to depend on something that always changes."""
+
+READ_CALLS = 2
+"""Calls in which it is noted which parameters a graph is given."""
+
+MOST_LEFT = 4
+"""Times that functions which are captured over and over are left alone, and the rest of the step stays planned."""
 
 
 def _shapes(leaves: Sequence[torch.Tensor]) -> Shapes:
@@ -168,10 +175,15 @@ class _Graph:
         whole: there is no other graph in a call, as far as can be told while it is captured.
         buffers: those that change between a forward and its backward.
         arrivals: the gradients that its backward is handed.
+        code: of the frame that it was found in.
+        plainly: runs it as Dynamo found it; ``None`` where that is not what eager mode runs.
         accumulator: takes its gradients as they are made, where it may.
         dropped: by the outputs that a backward does not come through, the gradients that are none then.
         unread: by the same outputs, the tangents that are none.
         crowded: more is held beside it than when it was planned.
+        left: it runs plainly from now on.
+        calls: that it has run in, the numbers of the first and of the last one, and how many these are.
+        read: ids of the parameters that it was given: one graph may run for several layers that are alike.
     """
 
     captured: CapturedGraph
@@ -184,6 +196,8 @@ class _Graph:
     plan: int
     buffers: MovingBuffers
     arrivals: Arrivals
+    code: types.CodeType | None = None
+    plainly: Callable[..., Any] | None = None
     accumulator: Accumulator | None = None
     arguments: tuple[int, ...] = ()
     sized: SizedPlans | None = None
@@ -192,6 +206,22 @@ class _Graph:
     dropped: Recent[frozenset[int], frozenset[int]] = dataclasses.field(default_factory=Recent)
     unread: Recent[frozenset[int], frozenset[str]] = dataclasses.field(default_factory=Recent)
     crowded: bool = False
+    left: bool = False
+    calls: tuple[int, int, int] = (0, 0, 0)
+    read: set[int] = dataclasses.field(default_factory=set)
+
+    def called(self, number: int, args: Sequence[Any]) -> None:
+        """It runs in a call (several times, perhaps)."""
+        first, last, count = self.calls
+        if number != last:
+            self.calls = first or number, number, count + 1
+        if count < READ_CALLS:
+            self.read.update(id(value) for value in args if isinstance(value, torch.nn.Parameter))
+
+    def always_called(self, number: int) -> bool:
+        """Whether it has run in all calls since one before this, and in this too."""
+        first, last, count = self.calls
+        return first < number == last == first + count - 1
 
 
 _Path = tuple[_Graph, ...]
@@ -275,6 +305,7 @@ class ScheduledStep:
         # What there is one for each set of shapes: of those that came last.
         self._fits_anyway: Recent[Shapes, int] = Recent()  # with the largest plan of their call
         self._captures: Recent[Shapes, int] = Recent()
+        self._numbers: Recent[Shapes, int] = Recent()  # of the calls
         self._captured_sets = 0
         self._cost_cache = CostCache()
         self._plan_cache = PlanCache()
@@ -292,15 +323,18 @@ class ScheduledStep:
         self._search: tuple[Search, _Graph] | None = None
         self._to_search: list[_Graph] = []
         self._nodes: set[Any] = set()  # of autograd's graph, made by the present call's graphs
-        self._static = internals.compile_frame(function, self._backend, self._tracing)
+        self._left_codes: set[types.CodeType] = set()  # of frames that are not captured any more
+        self._static = internals.compile_frame(function, self._backend, self._tracing, self._left_codes)
         self._symbolic: Callable[..., Any] | None = internals.compile_frame(
-            function, self._symbolic_backend, self._tracing, symbolic=True
+            function, self._symbolic_backend, self._tracing, self._left_codes, symbolic=True
         )
         self._static_shapes: Recent[Shapes, None] = Recent()
         self._floats = internals.VaryingFloats()
         self._left: dict[int, Any] = {}  # what the user has compiled, and tracing has met
         self._told_compiled = False
         self._code: types.CodeType | None = None  # of the frame that is captured
+        self._times_left, self._left_anew = 0, False
+        self._known_graphs = 0  # when the present call began
         if is_compiled(function):
             self._give_up(
                 "it was compiled with torch.compile as a whole, and your compiler runs it; give the plain function or module "
@@ -335,10 +369,13 @@ class ScheduledStep:
         started, planning_seconds = time.monotonic(), self.planning_seconds
         self._take_better_plans()
         self._captured_now.clear()
+        self._numbers[shapes] = (self._numbers.get(shapes) or 0) + 1
+        self._known_graphs = len(self._graphs)
         self._began = time.time()
         compiled, varying = self._compiled(shapes, leaves)
         known_failures = internals.capture_failures() if not self.plans or compiled is self._symbolic else None
-        if self._to_measure.get(shapes) and MeasuredStep.possible(device := self._graphs[-1].captured.device):
+        measures = self._to_measure.get(shapes) and not self._left_anew
+        if measures and MeasuredStep.possible(device := self._graphs[-1].captured.device):
             at_start = self._held_at_start() + held_bytes(leaves, device=device)
             self._measured_call = _Measured(MeasuredStep(device), shapes, at_start)
         try:
@@ -367,6 +404,8 @@ class ScheduledStep:
             self._leave_gradients_to_autograd()
         elif compiled is self._symbolic:
             self._after_symbolic(shapes)
+        elif any(graph.left for graph in path):
+            pass  # the next call takes another path
         elif self._in_parts() and (shapes, path) not in self._settled and shapes not in self._fits_anyway:
             self._plan_together(shapes, path)
         if self._captured_now:
@@ -417,10 +456,13 @@ class ScheduledStep:
         """What is called from now on is captured anew, with all gradients returned."""
         self._accumulates = bool
         # Dynamo keeps what it captured for the same backend, and methods of one object are the same.
-        self._static = internals.compile_frame(self.function, functools.partial(self._backend), self._tracing)
+        backend = functools.partial(self._backend)
+        self._static = internals.compile_frame(self.function, backend, self._tracing, self._left_codes)
         if self._symbolic is not None:
             backend = functools.partial(self._backend, symbolic=True)
-            self._symbolic = internals.compile_frame(self.function, backend, self._tracing, symbolic=True)
+            self._symbolic = internals.compile_frame(
+                self.function, backend, self._tracing, self._left_codes, symbolic=True
+            )
 
     def _captured(self, shapes: Shapes, numbers: Sequence[int]) -> None:
         """After a call that captured something: does the plain step fit anyway, or does every call capture again?"""
@@ -441,10 +483,48 @@ class ScheduledStep:
         if captures > MOST_CAPTURES:
             condition = internals.recapture_reason(self._began)
             words = f"this did not hold at last: {condition}" if condition else "such as a Python number"
-            self._give_up(
-                f"it was captured {captures} times for the same shapes, because it depends on a value that "
-                f"changes from call to call ({words}); pass such a value as a tensor, or read it outside"
+            again = (
+                f"was captured {captures} times for the same shapes, because it depends on a value that changes from call "
+                f"to call ({words})"
             )
+            if self._leave_what_changes(shapes, again):
+                self._captures[shapes] = 0
+            else:
+                self._give_up(f"it {again}; pass such a value as a tensor, or read it outside")
+
+    def _leave_what_changes(self, shapes: Shapes, again: str) -> bool:
+        """Leave the functions alone that were captured anew in this call, if the step calls them and is none of them itself.
+
+        What they are to the step is then measured beside its graphs.
+
+        Args:
+            shapes: of the call.
+            again: that they were captured again and again, in words.
+
+        Returns:
+            Whether the rest stays planned.
+        """
+        new = self._graphs[self._known_graphs :]
+        codes = {graph.code for graph in new if graph.code is not None}
+        if not codes or self._times_left == MOST_LEFT or any(internals.is_code_of(c, self.function) for c in codes):
+            return False
+        number = self._numbers.get(shapes) or 0
+        left = {graph for graph in self._graphs if graph.code in codes and not graph.always_called(number)}
+        if any(graph.plainly is None for graph in left) or all(graph in left for graph, _ in self._call):
+            return False
+        self._times_left += 1
+        self._left_codes |= codes
+        for graph in left:
+            graph.left = True
+        self._graphs = [graph for graph in self._graphs if not graph.left]
+        self._together.clear()
+        self._settled.clear()
+        self._joint_plans.clear()
+        self._beside.keep(lambda key, _: left.isdisjoint(key[1]))
+        self._left_anew = True
+        names = sorted(f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})" for code in codes)
+        self._failed(f"{' and '.join(names)} {again}; what else the step does stays planned", None)
+        return True
 
     def left_out(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[str]:
         """Names of the parameters that have gradients although nothing that was captured reads them, nor a compiled module.
@@ -452,7 +532,7 @@ class ScheduledStep:
         What a call did with them was left alone by Dynamo (a packed sequence, say): it runs as before, and takes memory that
         no plan counts.
         """
-        known = {key for graph in self._graphs for key in graph.weights}
+        known = {key for graph in self._graphs for key in (*graph.weights, *graph.read)}
         known |= {id(p) for one in self._left.values() if isinstance(one, torch.nn.Module) for p in one.parameters()}
         return [name for name, p in parameters if p.grad is not None and id(p) not in known]
 
@@ -702,8 +782,10 @@ class ScheduledStep:
                 self._measured_call = None
             else:
                 self._measured_call.call = list(self._call)
-        elif self._captured_now and self._may_measure() and (len(self._call) > 1 or _leaves_a_loss_to_do(result)):
-            self._to_measure[shapes] = MEASURED
+        elif self._captured_now or self._left_anew:
+            self._left_anew = self._left_anew and bool(self._captured_now)
+            if self._may_measure() and (len(self._call) > 1 or _leaves_a_loss_to_do(result)):
+                self._to_measure[shapes] = MEASURED
 
     def _may_measure(self) -> bool:
         if not self._call or self.agreement is not None or self.several_backwards:
@@ -786,6 +868,8 @@ class ScheduledStep:
         """Before a call: plan what the last one ran again, if its gradients came otherwise than it was captured for."""
         path = tuple(graph for graph, _ in self._call)
         self._call.clear()
+        if any(graph.left for graph in path):  # no call takes this path any more
+            return
         planned = [graph for graph in path if graph.sized is None and not graph.stays]
         others = {graph: other for graph in planned if (other := graph.arrivals.taken()) is not None}
         if not others:
@@ -995,7 +1079,8 @@ class ScheduledStep:
         sums: Sums = {}
         alone = self._accumulates() and whole
         accumulator = Accumulator(inputs) if alone else None
-        frame = internals.Frame(module, PARTS, symbolic, stays)
+        ported, views = with_ports(module)
+        frame = internals.Frame(ported, PARTS, symbolic, stays)
 
         def read(
             joint: torch.fx.GraphModule,
@@ -1006,6 +1091,7 @@ class ScheduledStep:
             **_: Any,
         ) -> tuple[CapturedGraph, Sums]:
             refuse_other_second_evaluations(joint.graph, draws_anew)
+            refuse_written_views(joint.graph, num_fwd_outputs, inputs)
             sums: Sums = {}
             if not last and accumulator is None:
                 sums = split_sums(joint.graph, num_fwd_outputs)
@@ -1096,6 +1182,8 @@ class ScheduledStep:
             plan=index,
             buffers=buffers,
             arrivals=arrivals,
+            code=self._code,
+            plainly=None if in_checkpoints else module.forward,
             accumulator=accumulator,
             whole=whole,
         )
@@ -1111,6 +1199,9 @@ class ScheduledStep:
         self._graphs.append(graph)
 
         def run(*args: Any) -> Any:
+            if graph.left and graph.plainly is not None:
+                return graph.plainly(*args)
+            graph.called(self._numbers.get(self._shapes) or 0, args)
             number, plan = self._plan_of(graph, args)
             graph.exchange.current = graph.versions[number]
             self.runs[number] += 1
@@ -1130,6 +1221,7 @@ class ScheduledStep:
             if measured is not None:
                 measured.begins(position, "forward")
             outputs = compiled(*given)
+            ports = Ports(outputs, views)
             if measured is not None:
                 measured.ends(position, "forward")
             added = {i: args[i] for i in accumulator.positions} if accumulator is not None else {}
@@ -1140,8 +1232,8 @@ class ScheduledStep:
             begins = functools.partial(
                 self._backward_begins, graph, number, compare, added, handed_out, measured, position, first=first
             )
-            internals.on_backward((*args, *given), outputs, begins)
-            return outputs
+            internals.on_backward((*args, *given), outputs, begins, ports.gradients)
+            return ports.returned
 
         return run
 
@@ -1208,6 +1300,7 @@ class ScheduledStep:
         position: int,
         unused: frozenset[int],
         given: Mapping[int, Given],
+        ported: Mapping[int, torch.Tensor],
         node: Any,
         *,
         first: bool,
@@ -1232,6 +1325,7 @@ class ScheduledStep:
             unread = graph.unread[unused] = graph.captured.tangents_of(unused) if unused else frozenset()
         graph.exchange.dropped, graph.exchange.unread = dropped, unread
         graph.exchange.taken = handed_out.taken
+        graph.exchange.ported = graph.arrivals.tangents(ported)
         self._take_as_given(graph, number, given)
         if measured is not None:
             measured.begins(position, "backward")
