@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -254,23 +256,40 @@ def test_a_gradient_of_some_inputs_alone() -> None:
         assert_same(*found)
 
 
-def test_a_part_that_is_let_go_of() -> None:
-    """A view that outlives what it was handed out by does not keep it."""
-    kept: list[torch.Tensor] = []
+def test_nothing_is_kept() -> None:
+    """What a part hands on is let go of with the last that reads it, and without the garbage collector."""
+    seen: list[Any] = []
+
+    @torch._dynamo.disable
+    def see(*tensors: torch.Tensor) -> None:
+        seen.extend(weakref.ref(tensor.untyped_storage()) for tensor in tensors)
 
     def body(net: Net, x: torch.Tensor) -> torch.Tensor:
         h = net.a(x)
         graph_break()
         tokens = h.flatten(0, 1)
         y = net.b(tokens).tanh()
-        graph_break()
-        kept.append(tokens)
-        return (net.c(tokens) + y).square().mean()
+        see(h, tokens, y)
+        return ((net.c(tokens) + y).view_as(h) + net.d(h)).square().mean()
 
     module, other, step = planned(body)
     x = torch.randn(6, 8, WIDTH)
     assert_same(trained(module, module, x), trained(other, step, x))
-    assert kept
+    step(x).backward()  # all is captured
+    gc.collect()
+    gc.disable()
+    try:
+        seen.clear()
+        loss = step(x)
+        assert [one() is not None for one in seen] == [True] * 3
+        loss.backward()
+        del loss
+        assert [one() is None for one in seen] == [True] * 3
+        seen.clear()
+        step(x)  # and no backward
+        assert [one() is None for one in seen] == [True] * 3
+    finally:
+        gc.enable()
 
 
 def test_what_needs_a_port() -> None:

@@ -77,23 +77,20 @@ def _is_differentiable_view(node: Node) -> bool:
 class Ports:
     """The ports of one call of a captured part, and what comes through them in a backward.
 
+    It keeps nothing of the part and its outputs: hooks on these hold it.
+
     Args:
         outputs: what the part returned, those of its ports at the end.
         views: the positions of the outputs that these are for.
-
-    Attributes:
-        returned: the outputs without those of the ports.
     """
 
     def __init__(self, outputs: Sequence[Any], views: Sequence[int]) -> None:
-        self.returned = outputs[: len(outputs) - len(views)]
         self._backward = -1
         self._handed_over = False
         self._gradients: dict[int, torch.Tensor] = {}
-        for number, position in enumerate(views, len(self.returned)):
-            view, node = self.returned[position], outputs[number].grad_fn
+        for number, position in enumerate(views, len(outputs) - len(views)):
+            view, node = outputs[position], outputs[number].grad_fn
             if view.grad_fn is not None and view.grad_fn is not node:
-                # A hook of the view's must not keep the part alive.
                 take = functools.partial(self._take, weakref.ref(node), number, view.output_nr)
                 view.grad_fn.register_prehook(take)
 

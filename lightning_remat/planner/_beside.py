@@ -90,7 +90,7 @@ class MeasuredStep:
         self._thread = threading.get_ident()
         self._updates = 0
         self._open = contextlib.ExitStack()
-        self._peak: PeakMemory = self._open.enter_context(track_peak(device, give_way=self._give_way))
+        self._peak: PeakMemory = self._open.enter_context(track_peak(device, give_way=self.give_way))
         self._labels: list[tuple[int, str]] = [(-1, "")]
         self._over = self._cut_short = False
         self._hook = register_optimizer_step_pre_hook(self._before_update)
@@ -118,7 +118,8 @@ class MeasuredStep:
         self._open.close()
         self._over = True
 
-    def _give_way(self) -> None:
+    def give_way(self) -> None:
+        """Something else is to be measured: the step counts as unmeasured, unless it was over."""
         self._cut_short = self._cut_short or not self._over
         self._stop()
 
@@ -129,7 +130,7 @@ class MeasuredStep:
         if self._over:  # if not, what updates meanwhile is another network
             self._stop()  # the hook itself cannot be taken out while hooks are called
         elif self._updates == MOST_UPDATES:  # or no backward comes
-            self._give_way()
+            self.give_way()
 
     def held(self, graphs: int, at_start_bytes: int, kept_free_bytes: int = 0) -> list[Held] | None:
         """What was found, for each of so many graphs; ``None`` where it could not be measured, or not to its end.

@@ -1058,7 +1058,8 @@ class ScheduledStep:
     def _backend(
         self, module: torch.fx.GraphModule, inputs: Sequence[Any], symbolic: bool = False
     ) -> Callable[..., Any]:
-        self.end_measured()  # measuring the costs of what is captured needs what measures a step
+        if self._measured_call is not None:  # measuring the costs of what is captured needs what measures a step
+            self._measured_call.step.give_way()
         in_checkpoints = checkpoints(module)
         name_assertions(module)
         if self._gave_up:  # in the midst of a call
@@ -1233,7 +1234,7 @@ class ScheduledStep:
                 self._backward_begins, graph, number, compare, added, handed_out, measured, position, first=first
             )
             internals.on_backward((*args, *given), outputs, begins, ports.gradients)
-            return ports.returned
+            return outputs[: len(outputs) - len(views)]
 
         return run
 
