@@ -16,6 +16,7 @@ from lightning_remat.schedule import verify
 from lightning_remat.solvers import NodeSequence, Problem, Status, solve
 from lightning_remat.solvers._coarsen import Coarsening, coarsen, contract
 from lightning_remat.solvers._milp import milp
+from lightning_remat.solvers._mip import optimize, silent_model
 from lightning_remat.solvers._problem import PlainProblem
 from lightning_remat.solvers._prune import required
 from lightning_remat.solvers._rollout import rollout
@@ -202,3 +203,17 @@ def test_large_problems_are_coarsened_and_claim_no_bound() -> None:
     refused = solve(graph, 5, "milp", time_limit=15, max_ops=40, coarsen_to=16)
     assert refused.status is Status.INFEASIBLE
     assert "this coarsening only" in refused.notes[-1]
+
+
+def test_cbc_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    """Not even of a relaxation that is infeasible, or was never solved before."""
+    model = silent_model()
+    variables = [model.add_var(ub=1.0) for _ in range(4)]
+    row = model.add_constr(mip.xsum(variables) >= 3)
+    model += variables[0] + variables[1] <= 0.5
+    model += variables[2] + variables[3] <= 1.2
+    assert optimize(model, 5.0, relax=True) is mip.OptimizationStatus.INFEASIBLE
+    row.rhs = 1.0
+    assert optimize(model, 5.0, relax=True) is mip.OptimizationStatus.OPTIMAL
+    said = capfd.readouterr()
+    assert (said.out, said.err) == ("", "")

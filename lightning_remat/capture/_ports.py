@@ -21,13 +21,24 @@ from torch.fx import Node
 from lightning_remat.capture import _torch as internals
 
 
+def hands_on_views_alone(module: torch.fx.GraphModule) -> bool:
+    """Whether all that gradients come to in a part are views of its arguments: it has nothing to save, and needs no ports."""
+    storages = {_storage(node) for node in module.graph.find_nodes(op="placeholder")} - {None}
+    made = []
+    for one in module.graph.output_node().all_input_nodes:
+        value = one.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.requires_grad and one.op != "placeholder":
+            made.append(_storage(one) in storages and _is_differentiable_view(one))
+    return bool(made) and all(made)
+
+
 def with_ports(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, tuple[int, ...]]:
     """What Dynamo has captured, with a port for each view among its outputs that needs one; the positions of these outputs.
 
     The module itself where none does.
     """
     outputs: list[Any] = list(module.graph.output_node().args[0])  # type: ignore[arg-type]
-    examples = [one.meta.get("example_value") for one in outputs if isinstance(one, Node)]
+    examples = [one.meta.get("example_value") for one in module.graph.output_node().all_input_nodes]
     if any(isinstance(one, torch.Tensor) and not isinstance(one, internals.FakeTensor) for one in examples):
         return module, ()  # a tensor subclass has several tangents
     storages = {node: storage for node in module.graph.nodes if (storage := _storage(node)) is not None}
@@ -41,7 +52,7 @@ def with_ports(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, tupl
     }
     views = []
     for position, one in enumerate(outputs):
-        storage = storages.get(one)
+        storage = _storage(one)
         if storage is None or one.op == "placeholder" or not _is_differentiable_view(one):
             continue
         together = counts[storage] + (storage in inputs)
@@ -63,9 +74,9 @@ def with_ports(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, tupl
     return torch.fx.GraphModule(module, graph), tuple(views)
 
 
-def _storage(node: Node) -> int | None:
-    """What tells apart the memory that a node's result lies in."""
-    value = node.meta.get("example_value")
+def _storage(node: Any) -> int | None:
+    """What tells apart the memory that a node's result lies in; ``None`` for what has none of its own."""
+    value = node.meta.get("example_value") if isinstance(node, Node) else None
     return int(value.untyped_storage()._cdata) if isinstance(value, internals.FakeTensor) else None
 
 

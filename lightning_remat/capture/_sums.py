@@ -101,7 +101,7 @@ def _handed_on_by(summand: Node, primal: Node, uses: Collection[Node]) -> set[No
     found, seen = set(), set(left)
     while left:
         for source in left.pop().all_input_nodes:
-            if source.target in _HAND_ON and source not in seen:
+            if _hands_on(source) and source not in seen:
                 seen.add(source)
                 if source in uses:
                     found.add(source)
@@ -118,6 +118,20 @@ _HAND_ON = {
     torch.ops.aten.alias.default,
 }
 """Whose gradient is that of their result, as it is."""
+
+_HAND_ON_ALIKE = {
+    torch.ops.aten.view.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.expand.default,
+}
+"""Likewise, where their result has the shape of what they are given."""
+
+
+def _hands_on(node: Node) -> bool:
+    if node.target in _HAND_ON_ALIKE:
+        (source,) = node.all_input_nodes[:1]
+        return bool(source.meta["val"].shape == node.meta["val"].shape)
+    return node.target in _HAND_ON
 
 
 def _accumulates(node: Node) -> bool:

@@ -37,7 +37,7 @@ from lightning_remat.capture._joint import module_path, target_name
 from lightning_remat.capture._masks import masks_as_in_eager_mode
 from lightning_remat.capture._messages import messages_stay
 from lightning_remat.capture._numpy import numpy_as_constants
-from lightning_remat.capture._ports import Ports, with_ports
+from lightning_remat.capture._ports import Ports, hands_on_views_alone, with_ports
 from lightning_remat.capture._sums import HandedOut, Sums, refuse_written_views, split_sums
 from lightning_remat.capture._tangents import Given, Layouts
 from lightning_remat.cost import CostCache, OpCost, cost_model
@@ -1065,6 +1065,8 @@ class ScheduledStep:
         if self._gave_up:  # in the midst of a call
             if in_checkpoints:
                 raise CaptureError("the rest of a call that runs as before")
+            return module.forward
+        if hands_on_views_alone(module) and not in_checkpoints:
             return module.forward
         if internals.sizes_from_floats(module):  # a plan is one for sizes that are known
             internals.floats_as_constants(module)

@@ -9,6 +9,22 @@ from collections.abc import Iterator
 import mip
 
 
+def silent_model(solver: str = "CBC") -> mip.Model:
+    """An empty program, to be minimized, of which nothing is printed.
+
+    CBC prints the first linear program of a model whatever the verbosity (that it is infeasible, say), but none after a solve
+    with integers that has come to its end.
+    """
+    model = mip.Model(sense=mip.MINIMIZE, solver_name=solver)
+    model.verbose, preprocess = 0, model.preprocess
+    integer = model.add_var("integer", var_type=mip.BINARY)
+    model.preprocess = 0
+    optimize(model, 10.0)
+    model.remove(integer)
+    model.preprocess = preprocess
+    return model
+
+
 def optimize(model: mip.Model, seconds: float, *, relax: bool = False) -> mip.OptimizationStatus:
     """``model.optimize``, after which OpenMP has the threads that it had.
 

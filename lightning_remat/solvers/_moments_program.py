@@ -28,7 +28,7 @@ from typing import TypeAlias
 
 import mip
 
-from lightning_remat.solvers._mip import optimize
+from lightning_remat.solvers._mip import optimize, silent_model
 from lightning_remat.solvers._problem import PlainProblem
 from lightning_remat.solvers._prune import required
 
@@ -63,7 +63,7 @@ class MomentsProgram:
 
     def __init__(self, problem: PlainProblem, moments: Sequence[int] = (), solver: str = "CBC") -> None:
         self.problem = problem
-        self.model = mip.Model(sense=mip.MINIMIZE, solver_name=solver)
+        self.model = silent_model(solver)
         try:
             self._build(moments)
         except BaseException:  # an interrupt, say: nobody else can close it
@@ -72,10 +72,6 @@ class MomentsProgram:
 
     def _build(self, moments: Sequence[int]) -> None:
         problem = self.problem
-        self.model.verbose = 0
-        # CBC prints its first linear program whatever the verbosity, but none after a solve with integers.
-        self.model.add_var("integer", var_type=mip.BINARY)
-        optimize(self.model, 1e-6)
         self.nodes = required(problem)
         self.once_seconds = sum([problem.seconds[node] for node in self.nodes])
         # Both units are means: the solver's tolerances are absolute, and shares of a whole of thousands would be lost in them.

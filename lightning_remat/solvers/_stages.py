@@ -36,7 +36,7 @@ import mip
 
 from lightning_remat.errors import SolverError
 from lightning_remat.solvers._chen import crossing, segment_ends
-from lightning_remat.solvers._mip import optimize
+from lightning_remat.solvers._mip import optimize, silent_model
 from lightning_remat.solvers._problem import NodeSequence, PlainProblem
 from lightning_remat.solvers._prune import required
 from lightning_remat.solvers._rollout import rollout
@@ -278,8 +278,7 @@ class Program:
         positive = [s for s in problem.seconds if s > 0]
         self.unit_seconds = sum(positive) / len(positive) if positive else 1.0
         self.status = mip.OptimizationStatus.LOADED
-        self.model = mip.Model(sense=mip.MINIMIZE, solver_name=solver)
-        self.model.verbose = 0
+        self.model = silent_model(solver)
         self.model.threads = 1
         self.outputs = frozenset(problem.forward_outputs)
         self.transient = frozenset(problem.forward_transient)
@@ -483,9 +482,6 @@ class Program:
             variable.ub = limit
             if row is not None:
                 row.rhs = limit if _is_free(computed) else limit - extra * _value(computed)
-        if self.status is mip.OptimizationStatus.LOADED:
-            # CBC prints its first linear program whatever the verbosity, but none after a solve with integers.
-            optimize(self.model, 1e-6)
         self.status = optimize(self.model, seconds, relax=True)
         if self.status is not mip.OptimizationStatus.OPTIMAL:
             return None
