@@ -246,7 +246,7 @@ def _plan(architecture: Architecture, asked: float | str, eager: _Run, time_limi
         found.exception = _words(error)
     found.seconds = step.scheduled.planning_seconds
     found.reasons = [_in_brief(reason) for reason in internals.capture_failures() - before]
-    found.failures = list(step.failures)
+    found.failures = [_FOLDERS.sub("", failure) for failure in step.failures]
     if left_out := step.scheduled.left_out(training.module.named_parameters()):
         found.failures.append(f"not captured: what reads {left_out[0]} and {len(left_out) - 1} parameters more")
     if (plan := step.plan) is not None:
@@ -322,6 +322,10 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _words(error: BaseException) -> str:
     place = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {_first_line(str(error))} ({Path(place.filename).name}:{place.lineno})"
+
+
+_FOLDERS = re.compile(r"(?:/[^\s/:()]+)+/(?=[^\s/:()]+\.py)")
+"""What comes before a file's name."""
 
 
 def _in_brief(reason: str) -> str:

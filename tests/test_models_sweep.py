@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from benchmarks import models
 from benchmarks.architectures import ARCHITECTURES, Architecture, OfPositions, Training, WithLoss
-from benchmarks.models import Planned, Row, examine, in_own_process, main, read, table, write
+from benchmarks.models import RESULTS, Planned, Row, examine, in_own_process, main, read, table, write
 
 
 @pytest.fixture(autouse=True)
@@ -165,3 +165,10 @@ def test_there_are_enough_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(library == "transformers" for library, _ in names) >= 60
     assert main(["--list", "--only", "transformers/GPT2"]) == 0
     assert capsys.readouterr().out == "transformers/GPT2LMHeadModel\n"
+
+
+def test_the_table_of_the_docs_is_that_of_the_rows() -> None:
+    page = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+    rows = read(RESULTS)
+    assert page.read_text(encoding="utf-8").endswith("\n" + table(rows) + "\n")
+    assert not [row.name for row in rows for one in row.planned if one.differs or one.exception]
