@@ -101,7 +101,7 @@ class Ports:
         self._gradients: dict[int, torch.Tensor] = {}
         for number, position in enumerate(views, len(outputs) - len(views)):
             view, node = outputs[position], outputs[number].grad_fn
-            if view.grad_fn is not None and view.grad_fn is not node:
+            if view.grad_fn is not None and node is not None and view.grad_fn is not node:
                 take = functools.partial(self._take, weakref.ref(node), number, view.output_nr)
                 view.grad_fn.register_prehook(take)
 
