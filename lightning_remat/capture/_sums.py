@@ -51,22 +51,31 @@ def split_sums(graph: torch.fx.Graph, num_fwd_outputs: int) -> Sums:
     return found
 
 
-def refuse_written_views(graph: torch.fx.Graph, num_fwd_outputs: int, inputs: Sequence[Any]) -> None:
+def differentiable_views(inputs: Sequence[Any]) -> frozenset[int | None]:
+    """Positions of the arguments that are views which gradients come through."""
+    tensors = {i: value for i, value in enumerate(inputs) if isinstance(value, torch.Tensor)}
+    return frozenset(i for i, value in tensors.items() if value.requires_grad and value._is_view())
+
+
+def refuse_written_views(graph: torch.fx.Graph, num_fwd_outputs: int, views: frozenset[int | None]) -> None:
     """A view that gradients come through, and that a part of a step writes to, as in ``hidden[:, 0].mul_(2)`` over a break.
 
     Autograd would hand on the gradient of the old values to what it is a view of in one piece, where eager mode has several.
 
+    Args:
+        graph: a joint one.
+        num_fwd_outputs: its outputs that are no gradients.
+        views: positions of the arguments that are such views.
+
     Raises:
-        CaptureError: where one of the part's arguments is such a view.
+        CaptureError: where one of them is written to.
     """
     descriptions = list(graph.output_node().meta.get("desc") or [])
-    for argument in (argument_of(overwritten(description)) for description in descriptions[:num_fwd_outputs]):
-        value = inputs[argument] if argument is not None else None
-        if isinstance(value, torch.Tensor) and value.requires_grad and value._is_view():
-            raise CaptureError(
-                "this part of the step writes to a view of what an earlier part has computed, and gradients come through it: "
-                "they would be added in another order than in eager mode"
-            )
+    if not views.isdisjoint(argument_of(overwritten(description)) for description in descriptions[:num_fwd_outputs]):
+        raise CaptureError(
+            "this part of the step writes to a view of what an earlier part has computed, and gradients come through it: "
+            "they would be added in another order than in eager mode"
+        )
 
 
 def _summands(gradient: Node, primal: Node) -> list[Node]:

@@ -38,7 +38,7 @@ from lightning_remat.capture._masks import masks_as_in_eager_mode
 from lightning_remat.capture._messages import messages_stay
 from lightning_remat.capture._numpy import numpy_as_constants
 from lightning_remat.capture._ports import Ports, hands_on_views_alone, with_ports
-from lightning_remat.capture._sums import HandedOut, Sums, refuse_written_views, split_sums
+from lightning_remat.capture._sums import HandedOut, Sums, differentiable_views, refuse_written_views, split_sums
 from lightning_remat.capture._tangents import Given, Layouts
 from lightning_remat.cost import CostCache, OpCost, cost_model
 from lightning_remat.errors import (
@@ -1082,6 +1082,7 @@ class ScheduledStep:
         sums: Sums = {}
         alone = self._accumulates() and whole
         accumulator = Accumulator(inputs) if alone else None
+        given_views = differentiable_views(inputs)  # nothing that is kept may hold the inputs
         ported, views = with_ports(module)
         frame = internals.Frame(ported, PARTS, symbolic, stays)
 
@@ -1094,7 +1095,7 @@ class ScheduledStep:
             **_: Any,
         ) -> tuple[CapturedGraph, Sums]:
             refuse_other_second_evaluations(joint.graph, draws_anew)
-            refuse_written_views(joint.graph, num_fwd_outputs, inputs)
+            refuse_written_views(joint.graph, num_fwd_outputs, given_views)
             sums: Sums = {}
             if not last and accumulator is None:
                 sums = split_sums(joint.graph, num_fwd_outputs)
