@@ -505,9 +505,11 @@ def calls_cudnn(x: torch.Tensor) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::cudnn_batch_norm", x.device.type.upper())
 
 
-def fake_tensors() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
     """Tensors made inside have shapes, types and devices, and no memory: a network of any size can be captured."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    with _silent_loggers(), FakeTensorMode(allow_non_fake_inputs=True):  # an op that raises says so itself
+        yield
 
 
 def with_fakes(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], like: torch.Tensor) -> Any:
@@ -1600,16 +1602,26 @@ def copied(value: torch.Tensor) -> torch.Tensor:
 def _quiet_dynamo() -> Iterator[None]:
     """Let Dynamo's loggers and warnings through only where the user asked for them (``TORCH_LOGS``, a level set)."""
     logger, warn_once = logging.getLogger("torch._dynamo"), dynamo_utils.warn_once
+    dynamo_utils.warn_once = lambda message, *_args, **_kwargs: logger.info("%s", message)
+    try:
+        with _silent_loggers():
+            yield
+    finally:
+        dynamo_utils.warn_once = warn_once
+
+
+@contextlib.contextmanager
+def _silent_loggers() -> Iterator[None]:
+    """Dynamo's loggers say nothing, but where the user asked for it."""
+    logger = logging.getLogger("torch._dynamo")
     # torch 2.11 cannot log its own settings, and calls that an error. (To set a level costs half a millisecond a step.)
     loggers = [] if logger.level else _dynamo_loggers(len(logger.manager.loggerDict))
     silent = [one for one in loggers if not one.level and not one.disabled]
     for one in silent:
         one.disabled = True
-    dynamo_utils.warn_once = lambda message, *_args, **_kwargs: logger.info("%s", message)
     try:
         yield
     finally:
-        dynamo_utils.warn_once = warn_once
         for one in silent:
             one.disabled = False
 
