@@ -13,7 +13,7 @@ import torch
 import torch.fx
 
 from lightning_remat._blocks import block_bytes
-from lightning_remat.capture import _effects, _ops, _overwriting, _unread
+from lightning_remat.capture import _effects, _ops, _overwriting, _scatters, _unread
 from lightning_remat.capture._autocast import NO_AUTOCAST, Autocast, share_casts
 from lightning_remat.capture._call import OpCall, Source, TensorSpec, same_device
 from lightning_remat.capture._sizes import Sizes, Symbol, size_node, symbols_among, symbols_of, unlike_any
@@ -217,6 +217,7 @@ def from_joint(
     _let_go_of_unread(module.graph)
     _call_cudnn(module.graph)
     _keep_lstm_kernels(module.graph)
+    _scatters.write_parts_alone(module.graph)
     _leave_gaps(module.graph)
     _free_running_statistics(module.graph)
     _give_batch_norm_memory(module.graph)
@@ -602,6 +603,15 @@ class _Reader:
             self.node_tensor[node] = index
         return index
 
+    def _lies_on(self, tensor: int, source: Node) -> None:
+        """The storage of this tensor is as large as that of ``source``."""
+        storage, other = self.tensor_list[tensor].storage, self._storage_of(source)
+        nbytes = (
+            source.meta["val"].untyped_storage().nbytes()
+        )  # of what is handed in, a part may be all that is known of
+        for storages, size in ((self.storages, self._size), (self.storages_anywhere, self.any_sizes)):
+            storages[storage] = max(storages[storage], storages[other], size(nbytes))
+
     def _size(self, value: Any) -> Any:
         self.symbols_seen.update(symbols_of(value))
         return self.sizes(value)
@@ -771,6 +781,8 @@ class _Reader:
             on = self._storage_of(self.updated[node])
         if isinstance(value, torch.Tensor):
             outputs.append(self.tensor(node, value, node.name, on=on, role=TensorRole.INTERMEDIATE))
+            if on is None and _scatters.copies_storage(target):
+                self._lies_on(outputs[0], node.args[0])  # type: ignore[arg-type]
         elif isinstance(value, (tuple, list)):
             items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
             duplicates = [u for u in node.users if u.target is operator.getitem and items[u.args[1]] is not u]

@@ -1,7 +1,8 @@
 """Results that take the memory of an input which nobody needs afterwards: which ops can, and how, with the bits of the op.
 
 Elementwise ops write over an input in their ``out=`` and in-place forms. Softmax and its gradient read a row before they
-write it. The gradient of batch norm, on the CPU, has no such form, but its kernel needs none: see `batch_norm_backward`.
+write it. What is written to a part of a tensor can be written to the tensor itself. The gradient of batch norm, on the CPU, has
+no such form, but its kernel needs none: see `batch_norm_backward`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from lightning_remat.capture._call import TensorSpec
+from lightning_remat.capture._scatters import writes_part
 from lightning_remat.capture._torch import OpOverload, real_tensors, run_on_cpu
 
 aten = torch.ops.aten
@@ -58,6 +60,8 @@ def overwriting(target: Any, position: int, device: str = "cpu") -> Form | None:
     """
     if target is batch_norm_backward:
         return (target, "out") if position in (0, 1) else None
+    if writes_part(target):
+        return (target, "out") if position == 0 else None
     if target in _ROWWISE:
         return _written_to(target, False) if device == "cpu" and 0 <= position < _ROWWISE[target] else None
     if isinstance(target, OpOverload) and (torch.Tag.pointwise in target.tags or target in _ELEMENTWISE):

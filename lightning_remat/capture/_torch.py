@@ -38,6 +38,7 @@ What is used and why:
 * ``run_functionalized_fw_and_collect_metadata``: where AOTAutograd decides how these lie (see `_tangents_lie`), and
   ``MemoryFormatMeta``, its note on each.
 * ``_profiler_enabled``, and what counts the steps of profilers: only one can run (see ``_profiler``).
+* ``_enter_inference_mode``: torch before 2.13 cannot capture it (see ``_inference``).
 * ``_enter_autocast``, ``_exit_autocast``: regions of autocast in a captured graph (see ``_autocast``).
 * ``_accelerator_setAllocatorSettings``: expandable segments are switched on while a scheduled step runs.
 * ``_dynamo.optimize``, ``compile_lock``: all that is set or replaced in torch is so only while Dynamo has a frame of ours to
@@ -195,6 +196,7 @@ __all__ = [
     "dynamo_counters",
     "ends_function",
     "enter_autocast",
+    "enter_inference_mode",
     "exit_autocast",
     "expression",
     "fake_tensors",
@@ -245,6 +247,7 @@ __all__ = [
 
 assert_async = torch._assert_async
 
+enter_inference_mode = torch.autograd.grad_mode._enter_inference_mode
 enter_autocast, exit_autocast = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 """What a region of autocast is in a graph of Dynamo's: its begin, with its settings, and its end."""
 

@@ -67,6 +67,7 @@ NAMES = {
     "torch.UntypedStorage": "_cdata",
     "torch.amp.autocast_mode": "_enter_autocast _exit_autocast",
     "torch.autograd": "_profiler_enabled",
+    "torch.autograd.grad_mode": "_enter_inference_mode",
     "torch.autograd.graph": "Node._sequence_nr",
     "torch.distributed.distributed_c10d": "_get_default_store",
     "torch.fx.experimental._config": "patch use_duck_shape",

@@ -33,6 +33,8 @@ from lightning_remat.capture._checkpoints import checkpoints, refuse_other_secon
 from lightning_remat.capture._compiled import compiled_stays, is_compiled, name_of
 from lightning_remat.capture._constants import constants_are_known
 from lightning_remat.capture._early import Early
+from lightning_remat.capture._hook_order import hooks_in_order
+from lightning_remat.capture._inference import refuse_inference_mode
 from lightning_remat.capture._joint import module_path, target_name
 from lightning_remat.capture._masks import masks_as_in_eager_mode
 from lightning_remat.capture._messages import messages_stay
@@ -1044,6 +1046,7 @@ class ScheduledStep:
             internals.tracing(self._dynamic_sources(), self._floats),
             masks_as_in_eager_mode(),
             buffers_are_known(),
+            hooks_in_order(),
             numpy_as_constants(),
             constants_are_known(),
             messages_stay(),
@@ -1068,6 +1071,7 @@ class ScheduledStep:
             return module.forward
         if hands_on_views_alone(module) and not in_checkpoints:
             return module.forward
+        refuse_inference_mode(module.graph)
         if internals.sizes_from_floats(module):  # a plan is one for sizes that are known
             internals.floats_as_constants(module)
         parameters = [isinstance(value, torch.nn.Parameter) for value in inputs]
