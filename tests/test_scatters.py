@@ -123,6 +123,37 @@ def test_bits_and_memory(fill: Network, budget: float | str) -> None:
         assert any("written to" in plan.graph.ops[s.op].target for s in over)
 
 
+class OfAnySize(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(x)
+        table, other = torch.zeros(len(x), 4, 8), torch.zeros(len(x), 8)
+        for i in range(4):
+            table[:, i] = h * i
+        table[1:, 2] = h[1:]
+        other.copy_(h.sin())
+        return (table.sin() * table).sum() + (other * h).sum()
+
+
+def test_batches_of_any_size() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    eager = OfAnySize()
+    module = copy.deepcopy(eager)
+    scheduled = rematerialize(module, 0.95, cost_model="unit")
+    for size in (8, 16, 24, 40, 8):
+        x = torch.randn(size, 8)
+        assert torch.equal(step(scheduled, module, x), step(eager, eager, x))
+        for p, q in zip(eager.parameters(), module.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None
+            assert torch.equal(p.grad, q.grad)
+    assert scheduled.runs == (2, 1, 1, 1)
+    assert "copied" in {op.target for op in scheduled.plans[-1].graph.ops}
+
+
 @pytest.mark.parametrize(
     ("target", "where"),
     [

@@ -15,6 +15,7 @@ import torch
 import torch.fx
 
 from lightning_remat.capture._sizes import size_node, symbols_among
+from lightning_remat.capture._torch import hint
 
 aten = torch.ops.aten
 
@@ -84,12 +85,12 @@ def write_parts_alone(graph: torch.fx.Graph) -> None:
         else:
             value = node.meta["val"]
             with graph.inserting_before(node):
-                sizes = (tuple(size_node(graph, n, symbols) for n in one) for one in (value.shape, value.stride()))
+                sizes = [tuple(size_node(graph, n, symbols) for n in one) for one in (value.shape, value.stride())]
             node.target, node.args, node.kwargs = copied, (node.args[1], *sizes, value.dtype, value.device), {}
 
 
 def _apart(value: torch.Tensor) -> bool:
     """Whether each element has a place of its own: no tensor that was expanded."""
     return value.layout is torch.strided and not any(
-        step == 0 and size != 1 for size, step in zip(value.shape, value.stride(), strict=True)
+        hint(step) == 0 and hint(size) != 1 for size, step in zip(value.shape, value.stride(), strict=True)
     )
