@@ -1497,12 +1497,14 @@ def share_of_weights(run: Run, remat: RematCallback) -> float:
 
 
 FOLLOWS_ERRORS = torch.__version__ >= (2, 14)  # Dynamo goes on in the user's `except` where an op is refused its input
+OLD = torch.__version__.startswith("2.11.")  # without inference mode, autograd in a backward, and Dynamo's reasons
 WHOLE = [
     Lora,
     MessagePassing, ModifiesTheBatch,
     TiedEmbeddings, TiedAutoencoder, Parametrized, NormedByHooks, Fourier,
     Lstm, Gru, LstmCell, GruCell, GruCellOfOddWidth,
-    GradientReversal, UserFunctions, HookedActivations, CheckpointedByHand,
+    GradientReversal, UserFunctions, HookedActivations,
+    *([] if OLD else [CheckpointedByHand, Taught]),
     GradientPenalty,
     Checkpointed, CheckpointedReentrant,
     CustomOp, RandomCustomOp, MutatingCustomOp,
@@ -1510,7 +1512,7 @@ WHOLE = [
     MasksRows, Training,
     EveryNoise,
     OwnMeans, Codebook, RememberedActivation,
-    Siamese, ByolThatFollowsInTheStep, Dino, Moco, Taught, Experts,
+    Siamese, ByolThatFollowsInTheStep, Dino, Moco, Experts,
     Hooked,
     AsksWhetherItIsCompiled,
     RetainedTwice,
@@ -1550,6 +1552,7 @@ IN_PARTS = [
     LayerDropByPython, LayerDropByTorch, OwnGenerator,
     WeightsOnBothSides, ResidualAroundABreak,
     TransposedOverABreak,
+    *([CheckpointedByHand] if OLD else []),
 ]  # fmt: skip
 
 
@@ -1564,8 +1567,9 @@ def test_in_parts(make: type[Wild]) -> None:
     [
         (SparseEmbedding, "only strided tensors can be scheduled"),
         (DetectorMatchedByNumpy, "Tensor.numpy"),
-        (CheckpointedSelectively, "context_fn"),
-        *([] if FOLLOWS_ERRORS else [(TriesAndExcepts, "fake tensor call")]),
+        (CheckpointedSelectively, "TORCH_LOGS" if OLD else "context_fn"),
+        *([] if FOLLOWS_ERRORS else [(TriesAndExcepts, "TORCH_LOGS" if OLD else "fake tensor call")]),
+        *([(Taught, "torch.inference_mode cannot be captured")] if OLD else []),
         (MovesItsData, "set_ on a graph input"),
         (CheckpointedBatchNorm, "a batch norm inside of torch.utils.checkpoint"),
         (CheckpointedOtherNoise, "draws random numbers inside of torch.utils.checkpoint"),

@@ -46,7 +46,9 @@ _UNDERSTOOD = {
         "gt",
         "le",
         "ge",
+        "and",
         "and_",
+        "or",
         "or_",
         "logical_and",
         "logical_or",
@@ -180,6 +182,7 @@ def value_of(node: torch.fx.Node, sources: set[Source]) -> Value | None:
         return Value(read)  # type: ignore[arg-type]
     method = node.op == "call_method"
     name = str(node.target) if method else getattr(node.target, "__name__", "")
+    name = name.removeprefix("__").removesuffix("__")  # before torch 2.12, of operators
     if not (method or node.op == "call_function") or name not in _UNDERSTOOD:
         return None
     call: Any = getattr(torch.Tensor, name) if method else node.target

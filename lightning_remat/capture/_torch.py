@@ -90,7 +90,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, unimplemented
 from torch._dynamo.guards import GuardBuilder, _get_closure_vars, install_guard
 from torch._dynamo.source import AttrSource, ConstantSource, GlobalSource, TensorProperty, TensorPropertySource
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase, TensorifyState
+from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase, TensorifyState
 from torch._dynamo.symbolic_convert import compare_op_handlers as compare_handlers
 from torch._dynamo.utils import counters as dynamo_counters
 from torch._dynamo.variables import misc
@@ -206,6 +206,7 @@ __all__ = [
     "given",
     "given_now",
     "guard_on",
+    "guard_on_gradients",
     "hint",
     "in_backward",
     "is_code_of",
@@ -1754,6 +1755,32 @@ def guard_on(source: Source, question: Callable[[Any], bool], answer: bool, word
         builder.get_guard_manager(guard).add_lambda_guard(check, [words], guard.user_stack)
 
     install_guard(source.make_guard(VALUE_MATCH))
+
+
+class _Asking:
+    """Which of some parameters ask for gradients; those that are gone do not."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+
+    def now(self) -> list[bool]:
+        """One a parameter."""
+        found = [parameter() for parameter in self._parameters]
+        return [one is not None and one.requires_grad for one in found]
+
+
+def guard_on_gradients(inputs: Sequence[Any]) -> None:
+    """While Dynamo's backend runs: what is captured holds as long as the same parameters ask for gradients.
+
+    torch 2.11 does not look, and goes on with the graph in which a parameter was frozen: it would never be trained. (2.12 was
+    not tried.)
+    """
+    parameters = [value for value in inputs if isinstance(value, torch.nn.Parameter)]
+    if parameters and torch.__version__.startswith(("2.11.", "2.12.")):
+        asking = _Asking(parameters)
+        output = InstructionTranslator.current_tx().output
+        source = GlobalSource(output.install_global_by_id("lightning_remat", asking))
+        guard_on(source, _Asking.now, asking.now(), "which parameters ask for gradients")  # type: ignore[arg-type]
 
 
 def source_name(source: Source) -> str:

@@ -36,7 +36,8 @@ NAMES = {
     "torch._dynamo.external_utils": "is_compiling",
     "torch._dynamo.guards": "GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT _get_closure_vars install_guard",
     "torch._dynamo.source": "AttrSource ConstantSource GlobalSource TensorProperty.SIZE TensorPropertySource",
-    "torch._dynamo.symbolic_convert": "InstructionTranslatorBase._format_value TensorifyState.clear "
+    "torch._dynamo.symbolic_convert": "InstructionTranslator.current_tx InstructionTranslatorBase._format_value "
+    "TensorifyState.clear "
     "TensorifyState.should_specialize TensorifyState.specialize compare_op_handlers",
     "torch._dynamo.types": "ConvertFrameReturn FrameAction.SKIP FrameExecStrategy",
     "torch._dynamo.utils": "counters get_compilation_metrics warn_once",

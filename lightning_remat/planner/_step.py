@@ -1063,6 +1063,7 @@ class ScheduledStep:
     ) -> Callable[..., Any]:
         if self._measured_call is not None:  # measuring the costs of what is captured needs what measures a step
             self._measured_call.step.give_way()
+        internals.guard_on_gradients(inputs)
         in_checkpoints = checkpoints(module)
         name_assertions(module)
         if self._gave_up:  # in the midst of a call
@@ -1071,7 +1072,6 @@ class ScheduledStep:
             return module.forward
         if hands_on_views_alone(module) and not in_checkpoints:
             return module.forward
-        refuse_inference_mode(module.graph)
         if internals.sizes_from_floats(module):  # a plan is one for sizes that are known
             internals.floats_as_constants(module)
         parameters = [isinstance(value, torch.nn.Parameter) for value in inputs]
@@ -1158,6 +1158,7 @@ class ScheduledStep:
 
         self._progress("capturing")
         try:
+            refuse_inference_mode(module.graph)
             compiled, exchange = frame.compiled(inputs, partition)
         except Exception as error:  # whatever torch raises: the graph runs as before, and the reason is said
             internals.floats_as_constants(module)
