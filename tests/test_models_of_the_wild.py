@@ -1475,7 +1475,7 @@ class HookedBackward(Wild):
 
 def tight() -> RematCallback:
     """The smallest peak that is quickly found: much is evaluated again."""
-    return callback("min", solver="greedy", time_limit=0.05)
+    return callback("min", solver="greedy", time_limit=0.1)
 
 
 def train(make: type[Wild], **options: Any) -> tuple[Run, RematCallback]:
