@@ -606,9 +606,8 @@ class _Reader:
     def _lies_on(self, tensor: int, source: Node) -> None:
         """The storage of this tensor is as large as that of ``source``."""
         storage, other = self.tensor_list[tensor].storage, self._storage_of(source)
-        nbytes = (
-            source.meta["val"].untyped_storage().nbytes()
-        )  # of what is handed in, a part may be all that is known of
+        # Of what is handed in, the graph counts what is read of it; there may be more on its storage.
+        nbytes = source.meta["val"].untyped_storage().nbytes()
         for storages, size in ((self.storages, self._size), (self.storages_anywhere, self.any_sizes)):
             storages[storage] = max(storages[storage], storages[other], size(nbytes))
 
