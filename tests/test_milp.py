@@ -16,7 +16,7 @@ from lightning_remat.schedule import verify
 from lightning_remat.solvers import NodeSequence, Problem, Status, solve
 from lightning_remat.solvers._coarsen import Coarsening, coarsen, contract
 from lightning_remat.solvers._milp import milp
-from lightning_remat.solvers._mip import optimize, silent_model
+from lightning_remat.solvers._mip import Model
 from lightning_remat.solvers._problem import PlainProblem
 from lightning_remat.solvers._prune import required
 from lightning_remat.solvers._rollout import rollout
@@ -207,13 +207,13 @@ def test_large_problems_are_coarsened_and_claim_no_bound() -> None:
 
 def test_cbc_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """Not even of a relaxation that is infeasible, or was never solved before."""
-    model = silent_model()
+    model = Model()
     variables = [model.add_var(ub=1.0) for _ in range(4)]
     row = model.add_constr(mip.xsum(variables) >= 3)
-    model += variables[0] + variables[1] <= 0.5
-    model += variables[2] + variables[3] <= 1.2
-    assert optimize(model, 5.0, relax=True) is mip.OptimizationStatus.INFEASIBLE
+    model.add_constr(variables[0] + variables[1] <= 0.5)
+    model.add_constr(variables[2] + variables[3] <= 1.2)
+    assert model.optimize(5.0, relax=True) is mip.OptimizationStatus.INFEASIBLE
     row.rhs = 1.0
-    assert optimize(model, 5.0, relax=True) is mip.OptimizationStatus.OPTIMAL
+    assert model.optimize(5.0, relax=True) is mip.OptimizationStatus.OPTIMAL
     said = capfd.readouterr()
     assert (said.out, said.err) == ("", "")

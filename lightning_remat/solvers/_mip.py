@@ -1,61 +1,329 @@
-"""The door to the solvers of python-mip."""
+"""The door to the solvers of python-mip, which run in a process of their own.
+
+CBC crashes now and then (an access violation in its feasibility pump, say), and would take the training with it. It may search
+on long after its time. It sets the number of OpenMP's threads to one for the whole process, so that torch would compute on one
+core from then on, and reductions would have other bits. So a program is built here and solved there (`_mip_process`); where
+that process ends, nothing was found.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import ctypes
-from collections.abc import Iterator
+import logging
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar
 
 import mip
 
+from lightning_remat.errors import SolverError
 
-def silent_model(solver: str = "CBC") -> mip.Model:
-    """An empty program, to be minimized, of which nothing is printed.
+logger = logging.getLogger(__name__)
 
-    CBC prints the first linear program of a model whatever the verbosity (that it is infeasible, say), but none after a solve
-    with integers that has come to its end.
-    """
-    model = mip.Model(sense=mip.MINIMIZE, solver_name=solver)
-    model.verbose, preprocess = 0, model.preprocess
-    integer = model.add_var("integer", var_type=mip.BINARY)
-    model.preprocess = 0
-    optimize(model, 10.0)
-    model.remove(integer)
-    model.preprocess = preprocess
-    return model
+GRACE_SECONDS = 30.0
+"""How long after its time a solver is waited for, beside as long again as that time: what it has found is lost then."""
 
 
-def optimize(model: mip.Model, seconds: float, *, relax: bool = False) -> mip.OptimizationStatus:
-    """``model.optimize``, after which OpenMP has the threads that it had.
+class Model:
+    """A program that is built here, of python-mip's variables and expressions, and solved in another process.
 
-    CBC sets their number to one, for the whole process: torch would compute on one core from then on, and reductions would
-    have other bits.
+    That process is told at each `optimize` what has changed since the last, so that the solver goes on from there. Close it in
+    the end: the process is kept for the next one.
 
     Args:
-        model: what to solve.
-        seconds: the most that may take.
-        relax: leave integrality out.
+        solver: python-mip's name of the solver: "CBC", "HIGHS", "GRB".
+
+    Attributes:
+        threads, preprocess, max_mip_gap, max_mip_gap_abs: as those of ``mip.Model``.
+        vars: the variables so far.
+        status: how the last solve ended.
+        objective_value, objective_bound, num_solutions: what it found; not a number, likewise, and 0 where it found nothing.
     """
-    with _threads_kept():
-        return model.optimize(max_seconds=seconds, relax=relax)
+
+    def __init__(self, solver: str = "CBC") -> None:
+        self._process = _Process.idle_or_new(solver)
+        if self._process is not None:  # for one that nobody closes: variables and their model are reference cycles
+            self._unclosed = weakref.finalize(self, self._process.end)
+        self.threads, self.preprocess = 0, -1
+        self.max_mip_gap, self.max_mip_gap_abs = 1e-4, 1e-10
+        self.vars: list[mip.Var] = []
+        self._row_count = 0
+        self._constant = 0.0
+        self.status = mip.OptimizationStatus.LOADED
+        self._answer: dict[str, Any] = {}
+        self._forget_changes()
+
+    def _forget_changes(self) -> None:
+        self._columns = array("d")  # lower and upper bound and cost of each
+        self._column_kinds = ""
+        self._row_ends = array("l")
+        self._row_columns, self._row_factors = array("l"), array("d")
+        self._row_constants, self._row_senses = array("d"), ""
+        self._upper: dict[int, float] = {}
+        self._right: dict[int, float] = {}
+        self._kinds: dict[int, str] = {}
+        self._costs: dict[int, float] | None = None
+        self._start: list[tuple[int, float]] | None = None
+
+    # -- building -----------------------------------------------------------------------------------------------------------
+
+    def add_var(
+        self, lb: float = 0.0, ub: float = mip.INF, obj: float = 0.0, var_type: str = mip.CONTINUOUS
+    ) -> mip.Var:
+        """A new variable between two bounds, which are 0 and 1 for a binary one."""
+        self._columns.extend((lb, 1.0 if var_type == mip.BINARY else ub, obj))
+        self._column_kinds += var_type
+        self.vars.append(mip.Var(self, len(self.vars)))
+        return self.vars[-1]
+
+    def add_constr(self, expression: mip.LinExpr) -> mip.Constr:
+        """A new row, of an expression with a relation, as in ``x + y <= 1``."""
+        terms = expression.expr
+        self._row_columns.extend([variable.idx for variable in terms])
+        self._row_factors.extend(terms.values())
+        self._row_ends.append(len(self._row_columns))
+        self._row_constants.append(expression.const)
+        self._row_senses += expression.sense
+        self._row_count += 1
+        return mip.Constr(self, self._row_count - 1)
+
+    def minimize(self, expression: mip.LinExpr) -> None:
+        """The objective; without this, it is what the variables' ``obj`` say."""
+        self._costs = {variable.idx: factor for variable, factor in expression.expr.items()}
+        self._constant = expression.const
+
+    def begin_at(self, values: Iterable[tuple[mip.Var, float]]) -> None:
+        """A solution to start from: its integer variables that are not 0 suffice."""
+        self._start = [(variable.idx, value) for variable, value in values]
+
+    # What python-mip's variables and rows ask of their model's solver, by these names.
+
+    @property
+    def solver(self) -> Model:
+        return self
+
+    def var_set_ub(self, var: mip.Var, value: float) -> None:
+        self._upper[var.idx] = value
+
+    def var_set_var_type(self, var: mip.Var, value: str) -> None:
+        self._kinds[var.idx] = value
+
+    def constr_set_rhs(self, index: int, value: float) -> None:
+        self._right[index] = value
+
+    def var_get_x(self, var: mip.Var) -> float | None:
+        values: array[float] | None = self._answer.get("values")
+        return None if values is None else values[var.idx]
+
+    # -- solving ------------------------------------------------------------------------------------------------------------
+
+    def optimize(self, seconds: float, *, relax: bool = False) -> mip.OptimizationStatus:
+        """Solve what was built so far.
+
+        Args:
+            seconds: the most that may take.
+            relax: leave integrality out.
+
+        Returns:
+            The status; ``ERROR``, with a warning, where the solver fails or crashes, there and from then on.
+
+        Raises:
+            SolverError: when there is no such solver here.
+        """
+        self._answer = {}
+        if self._process is None:
+            self.status = mip.OptimizationStatus.ERROR
+            return self.status
+        request = {
+            "columns": (self._columns, self._column_kinds),
+            "rows": (self._row_ends, self._row_columns, self._row_factors, self._row_constants, self._row_senses),
+            "upper": self._upper,
+            "right": self._right,
+            "kinds": self._kinds,
+            "costs": self._costs,
+            "start": self._start,
+            "settings": {
+                name: getattr(self, name) for name in ("threads", "preprocess", "max_mip_gap", "max_mip_gap_abs")
+            },
+            "seconds": seconds,
+            "relax": relax,
+        }
+        process, self._process = self._process, None
+        try:
+            self._answer = process.ask(request, 2 * seconds + GRACE_SECONDS)
+        except _Ended as error:
+            size = f"with a program of {len(self.vars)} columns and {self._row_count} rows"
+            logger.warning("%s, %s: planning goes on without an answer to it", error, size)
+            self.status = mip.OptimizationStatus.ERROR
+            return self.status
+        except BaseException:  # an interrupt: it would search on
+            process.end()
+            raise
+        self._process = process
+        self._forget_changes()
+        self.status = mip.OptimizationStatus[self._answer["status"]]
+        return self.status
+
+    @property
+    def objective_value(self) -> float:
+        return self._plus_constant("value")
+
+    @property
+    def objective_bound(self) -> float:
+        return self._plus_constant("bound")
+
+    def _plus_constant(self, name: str) -> float:
+        value = self._answer.get(name)
+        return math.nan if value is None else float(value) + self._constant
+
+    @property
+    def num_solutions(self) -> int:
+        return int(self._answer.get("solutions", 0))
+
+    def close(self) -> None:
+        """Give the solver back, and with it its memory."""
+        if self._process is not None:
+            self._unclosed.detach()
+            self._process.rest()
+            self._process = None
 
 
-@contextlib.contextmanager
-def _threads_kept() -> Iterator[None]:
-    # Not through ``torch.set_num_threads``, which fixes MKL's number besides, and with it maybe its results.
-    library = _openmp()
-    threads = library.omp_get_max_threads() if library is not None else 0
-    try:
-        yield
-    finally:
-        if library is not None:
-            library.omp_set_num_threads(threads)
+class _Ended(Exception):
+    """The process has ended, or its solver has failed: the message is what a warning says."""
 
 
-def _openmp() -> ctypes.CDLL | None:
-    """The OpenMP of this process; ``None`` where nothing has loaded one for all."""
-    try:
-        library = ctypes.CDLL(None)
-    except (OSError, TypeError):  # Windows has no such thing
-        return None
-    return library if hasattr(library, "omp_set_num_threads") else None
+class _Process:
+    """A process that has one program at a time, and is kept for the next."""
+
+    _idle: ClassVar[defaultdict[int, list[_Process]]] = defaultdict(list)
+    """By the process that may ask them: one that was forked starts its own."""
+
+    @classmethod
+    def idle_or_new(cls, solver: str) -> _Process | None:
+        """A process with an empty program; ``None``, with a warning, where none can be started."""
+        idle = cls._idle[os.getpid()]
+        with contextlib.suppress(IndexError):
+            while True:
+                process = idle.pop()
+                with contextlib.suppress(_Ended):  # it was idle for too long
+                    process._begin(solver)
+                    process._settle()
+                    return process
+        try:
+            process = cls()
+            process._begin(solver)
+        except (OSError, _Ended) as error:
+            logger.warning("planning goes on without %s, for which no process could be started: %s", solver, error)
+            return None
+        return process
+
+    @classmethod
+    def end_idle(cls) -> None:
+        for process in cls._idle.pop(os.getpid(), []):
+            process.end()
+
+    def __init__(self) -> None:
+        if getattr(sys, "frozen", False) or not sys.executable:
+            raise OSError("this Python is a part of another program, and has no command")
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(Path(__file__).with_name("_mip_process.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the training
+        )
+        self._solver, self._settled, self._stopped = "", False, False
+        self._send({"path": sys.path})
+
+    def _begin(self, solver: str) -> None:
+        self._solver, self._settled = solver, False
+        self._send({"solver": solver})
+
+    def _settle(self) -> None:
+        """Wait until the empty program is there."""
+        if not self._settled:
+            answer = self._receive()
+            if "failed" in answer:
+                self.end()
+                raise SolverError(f"python-mip has no solver {self._solver!r} here: {_last_line(answer['failed'])}")
+            self._settled = True
+
+    def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """The answer to a request.
+
+        Raises:
+            _Ended: where there is none within ``seconds``; the process has ended then.
+        """
+        late = threading.Timer(seconds, self._stop)
+        late.daemon = True
+        late.start()
+        try:
+            self._settle()
+            self._send(request)
+            answer = self._receive()
+        finally:
+            late.cancel()
+        if "failed" in answer:
+            self.end()
+            raise _Ended(f"{self._solver} failed ({_last_line(answer['failed'])})")
+        return answer
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            pickle.dump(message, self._process.stdin, protocol=pickle.HIGHEST_PROTOCOL)
+            self._process.stdin.flush()
+        except OSError as error:
+            raise self._ended() from error
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        try:
+            answer: dict[str, Any] = pickle.load(self._process.stdout)
+        except (EOFError, pickle.UnpicklingError) as error:
+            raise self._ended() from error
+        return answer
+
+    def _ended(self) -> _Ended:
+        code = self._process.wait()
+        self.end()
+        if self._stopped:
+            return _Ended(f"{self._solver} did not stop when its time was over")
+        how = f"crashed ({signal.Signals(-code).name})" if code < 0 else f"ended with code {code}"
+        return _Ended(f"{self._solver} {how}")
+
+    def _stop(self) -> None:
+        self._stopped = True
+        self._process.kill()
+
+    def rest(self) -> None:
+        """Forget the program, and wait for the next."""
+        with contextlib.suppress(_Ended):
+            self._send({"solver": None})
+            self._idle[os.getpid()].append(self)
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):  # what was not sent yet
+                if pipe is not None:
+                    pipe.close()
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rsplit("\n", 1)[-1]
+
+
+atexit.register(_Process.end_idle)

@@ -28,7 +28,7 @@ from typing import TypeAlias
 
 import mip
 
-from lightning_remat.solvers._mip import optimize, silent_model
+from lightning_remat.solvers._mip import Model
 from lightning_remat.solvers._problem import PlainProblem
 from lightning_remat.solvers._prune import required
 
@@ -63,7 +63,7 @@ class MomentsProgram:
 
     def __init__(self, problem: PlainProblem, moments: Sequence[int] = (), solver: str = "CBC") -> None:
         self.problem = problem
-        self.model = silent_model(solver)
+        self.model = Model(solver)
         try:
             self._build(moments)
         except BaseException:  # an interrupt, say: nobody else can close it
@@ -238,15 +238,15 @@ class MomentsProgram:
                     held.var_type = mip.BINARY
             self.model.max_mip_gap = TOLERANCE / 10
             self.model.preprocess = 0  # branching gets further without
-        status = optimize(self.model, max(seconds, 1e-3), relax=not whole)
+        status = self.model.optimize(max(seconds, 1e-3), relax=not whole)
         if status not in (_STOPPED if whole else _STOPPED[:1]):
             return None
         value = self.model.objective_bound if whole else self.model.objective_value
-        if value is None or not math.isfinite(value):
+        if not math.isfinite(value):
             return None
         # Branching stops within 1e-5 of the best, whatever the scale.
         slack = max(TOLERANCE * self.once_seconds, 1e-5 * self._unit)
-        return self._given_seconds + float(value) * self._unit - slack
+        return self._given_seconds + value * self._unit - slack
 
     def held_at(self, moment: int, share: float = 0.5) -> frozenset[int]:
         """Values held at a moment by at least ``share`` in the solution at hand."""
@@ -257,8 +257,8 @@ class MomentsProgram:
         )
 
     def close(self) -> None:
-        """Give the solver's memory back now (see `_stages.Program.close`)."""
-        self.model.solver = None
+        """Give the solver back now (see `_mip.Model`)."""
+        self.model.close()
 
 
 def ancestors(problem: PlainProblem, nodes: Iterable[int]) -> set[int]:

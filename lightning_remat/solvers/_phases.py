@@ -31,7 +31,7 @@ from typing import TypeAlias
 
 import mip
 
-from lightning_remat.solvers._mip import optimize
+from lightning_remat.solvers._mip import Model
 from lightning_remat.solvers._solution import Status
 
 Term: TypeAlias = "mip.LinExpr | mip.Var | float"
@@ -134,8 +134,7 @@ class _Program:
         times = [way.seconds for ways in flow.ways for way in ways if way.seconds > 0]
         self.unit_seconds = sum(times) / len(times) if times else 1.0
         self.possible = True
-        self.model = mip.Model(sense=mip.MINIMIZE, solver_name=solver)
-        self.model.verbose = 0
+        self.model = Model(solver)
         self.model.threads = 1
         self.readers: list[list[int]] = [[] for _ in flow.nbytes]
         for node, ways in enumerate(flow.ways):
@@ -146,12 +145,13 @@ class _Program:
         for phase in range(self.count):
             if time.monotonic() < deadline:
                 self._add_phase(phase)
-        self.model.objective = mip.xsum(  # eq. 2
+        objective = mip.xsum(  # eq. 2
             way.seconds / self.unit_seconds * variable
             for node, ways in enumerate(flow.ways)
             for way, row in zip(ways, self.runs[node], strict=True)
             for variable in row.values()
         )
+        self.model.minimize(objective)
 
     # -- variables (B.2) --------------------------------------------------------------------------------------------------
 
@@ -162,7 +162,7 @@ class _Program:
         for node, ways in enumerate(flow.ways):
             until = node if flow.once[node] else last[node]
             phases = range(node, until + 1 if flow.wanted[node] else node)
-            self.runs.append([{t: self._binary(f"R_{node}_{o}_{t}") for t in phases} for o in range(len(ways))])
+            self.runs.append([{t: self._binary() for t in phases} for o in range(len(ways))])
         self.held: list[dict[int, Term]] = []  # P: data node, phase; absent: not in memory
         for d, producer in enumerate(flow.producer):
             first = producer + 1 if producer >= 0 else flow.boundary
@@ -178,15 +178,13 @@ class _Program:
             if d in flow.outputs:  # held by the caller from the boundary on
                 until = flow.boundary - 1
                 fixed = dict.fromkeys(range(flow.boundary, count + 1), 1.0)
-            free = {t: self._binary(f"P_{d}_{t}") for t in range(first, until + 1) if t not in fixed}
+            free = {t: self._binary() for t in range(first, until + 1) if t not in fixed}
             self.held.append({**free, **fixed} if free or d in flow.finals or self.readers[d] or producer >= 0 else {})
         self.saved: dict[int, list[dict[int, mip.Var]]] = {}  # Sp: layer's forward node, option, phase
         for layer in flow.layers:
             phases = range(layer.forward + 1, layer.backward + 1)
             options = range(len(layer.phantom_bytes))
-            self.saved[layer.forward] = [
-                {t: self._binary(f"Sp_{layer.forward}_{o}_{t}") for t in phases} for o in options
-            ]
+            self.saved[layer.forward] = [{t: self._binary() for t in phases} for o in options]
 
     def _last_phases(self) -> list[int]:
         """Last phase in which a run of each node can serve another node, the boundary or the end."""
@@ -206,8 +204,8 @@ class _Program:
             last[node] = max([last[node], *serves])
         return last
 
-    def _binary(self, name: str) -> mip.Var:
-        return self.model.add_var(name, var_type=mip.BINARY)
+    def _binary(self) -> mip.Var:
+        return self.model.add_var(var_type=mip.BINARY)
 
     def _computed(self, node: int, phase: int) -> Term:
         """CR: whether ``node`` runs in ``phase``, with any option."""
@@ -240,12 +238,12 @@ class _Program:
             alive: Term = present  # A, an alias
             for place, node in enumerate(related):
                 if node == producer:
-                    make = self.model.add_var(f"C_{node}_{d}_{t}", lb=0.0, ub=1.0)
+                    make = self.model.add_var(lb=0.0, ub=1.0)
                     created[node].append((d, make))
                     self._at_most(make, computed[node])  # a value can only be created by a node that is really computed
                     alive = alive + make
                     self._at_most(alive, 1.0)
-                drop = self._binary(f"D_{node}_{d}_{t}")
+                drop = self._binary()
                 deleted[node].append((d, drop))
                 alive = alive - drop
                 self._at_most(0.0, alive)  # alive or not
@@ -318,7 +316,7 @@ class _Program:
                     else:  # IB_k: given up where it is not saved for the next phase
                         row = self.saved[layer_.forward][option]
                         usage = usage - phantom * (made + row.get(t, 0.0) - row.get(t + 1, 0.0))
-            level = self.model.add_var(f"U_{t}_{node}", lb=0.0)  # with all that is deleted after the node
+            level = self.model.add_var(lb=0.0)  # with all that is deleted after the node
             self._at_most(usage, level)
             surplus = sum([size[d] for d in flow.writes[node] if backward and d in flow.outputs])
             for option, way in enumerate(flow.ways[node]):
@@ -348,7 +346,7 @@ class _Program:
             return PhasesResult(None, Status.TIMEOUT)
         self.model.max_mip_gap = gap
         self.model.max_mip_gap_abs = 1e-9
-        status = optimize(self.model, left)
+        status = self.model.optimize(left)
         if status in (mip.OptimizationStatus.INFEASIBLE, mip.OptimizationStatus.INT_INFEASIBLE):
             return PhasesResult(None, Status.INFEASIBLE)
         if (
@@ -365,7 +363,7 @@ class _Program:
             for t, option in at:
                 phases[t].append((node, option))
         seconds = sum(self.flow.ways[node][option].seconds for phase in phases for node, option in phase)
-        bound = float(self.model.objective_bound) * self.unit_seconds
+        bound = self.model.objective_bound * self.unit_seconds
         proven = status is mip.OptimizationStatus.OPTIMAL
         return PhasesResult(
             tuple(tuple(phase) for phase in phases),
@@ -375,5 +373,5 @@ class _Program:
         )
 
     def close(self) -> None:
-        """Give the solver's memory back now, never from the garbage collector (see `_stages`)."""
-        self.model.solver = None
+        """Give the solver back now (see `_mip.Model`)."""
+        self.model.close()

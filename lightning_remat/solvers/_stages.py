@@ -36,7 +36,7 @@ import mip
 
 from lightning_remat.errors import SolverError
 from lightning_remat.solvers._chen import crossing, segment_ends
-from lightning_remat.solvers._mip import optimize, silent_model
+from lightning_remat.solvers._mip import Model
 from lightning_remat.solvers._problem import NodeSequence, PlainProblem
 from lightning_remat.solvers._prune import required
 from lightning_remat.solvers._rollout import rollout
@@ -278,7 +278,7 @@ class Program:
         positive = [s for s in problem.seconds if s > 0]
         self.unit_seconds = sum(positive) / len(positive) if positive else 1.0
         self.status = mip.OptimizationStatus.LOADED
-        self.model = silent_model(solver)
+        self.model = Model(solver)
         self.model.threads = 1
         self.outputs = frozenset(problem.forward_outputs)
         self.transient = frozenset(problem.forward_transient)
@@ -313,7 +313,7 @@ class Program:
             row: dict[int, Term] = {}  # [Lower triangular] eq. 8c: none beyond the diagonal
             for node in range(stage):
                 if stage <= self.last_stage[node]:
-                    row[node] = self.model.add_var(f"R_{stage}_{node}", var_type=mip.BINARY)  # eq. 1f
+                    row[node] = self.model.add_var(var_type=mip.BINARY)  # eq. 1f
             if stage in wanted:  # a node that nothing depends on has no first evaluation
                 row[stage] = 1.0  # [Frontier-advancing stages] eq. 8a
             self.computed.append(row)
@@ -321,12 +321,13 @@ class Program:
 
     def _minimize_seconds(self) -> None:
         """[Objective] eq. 1a; evaluations that are a constant of the program (`constant_seconds`) are left out."""
-        self.model.objective = mip.xsum(
+        seconds = mip.xsum(
             self.problem.seconds[node] / self.unit_seconds * variable
             for row in self.computed
             for node, variable in row.items()
             if isinstance(variable, mip.Var) and self.problem.seconds[node] > 0
         )
+        self.model.minimize(seconds)
 
     def _add_retention(self) -> None:
         """S_{t,v}: 1 where v is held from stage t - 1 into stage t. Constants stand for what must or cannot be held."""
@@ -347,7 +348,7 @@ class Program:
                 until = min(until, problem.boundary - 1)
                 self.held[problem.boundary][v] = 1.0
             for stage in range(first, until + 1):
-                self.held[stage][v] = self.model.add_var(f"S_{stage}_{v}", lb=0.0, ub=1.0)
+                self.held[stage][v] = self.model.add_var(lb=0.0, ub=1.0)
 
     def _add_stage(self, stage: int) -> None:
         """Dependencies, lifetimes and memory of one stage."""
@@ -379,7 +380,7 @@ class Program:
                 allocated[producer].append((size, made))
                 effect = problem.random[producer] or not problem.recomputable[producer]
                 if readers and (effect or not _is_free(made) or len(problem.writes[producer]) > 1):
-                    level = self._present(stage, v, 0)  # an output may be of no use in this stage
+                    level = self._present()  # an output may be of no use in this stage
                     self._require(base, ">=", level)
                     released[producer] += [(size, base), (-size, level)]
             # [Deallocation] eqs. 5 and 7a-7c as a chain that only falls: FREE after an event is its fall there.
@@ -387,7 +388,7 @@ class Program:
                 self._require(level, ">=", row[reader])  # [Dependencies] eq. 1b
                 following: Expression = after
                 if index + 1 < len(readers):
-                    following = self._present(stage, v, index + 1)
+                    following = self._present()
                 self._require(level, ">=", following)  # [Retention] eq. 1c, at the last event
                 released[reader] += [(size, level), (-size, following)]
                 level = following
@@ -413,7 +414,7 @@ class Program:
         usage = mip.xsum(size * term for size, term in initial)  # [Memory] eq. 2
         for node, computed in self.computed[stage].items():
             usage = usage + mip.xsum(size * term for size, term in allocated[node])  # eq. 3
-            variable = self.model.add_var(f"U_{stage}_{node}", lb=0.0, ub=max(limit, 0.0))  # [Budget] eq. 9
+            variable = self.model.add_var(lb=0.0, ub=max(limit, 0.0))  # [Budget] eq. 9
             self._require(usage, "==", variable)
             surplus = sum([problem.nbytes[v] for v in problem.writes[node] if backward and v in self.outputs])
             extra = (problem.workspace[node] + surplus) / self.unit_bytes
@@ -425,9 +426,9 @@ class Program:
             self.usage.append((variable, extra, computed, constant, row))
             usage = variable - mip.xsum(size * term for size, term in released[node])  # eqs. 3 and 4
 
-    def _present(self, stage: int, value: int, event: int) -> mip.Var:
-        """P: 1 where ``value`` is held up to its next event in ``stage``."""
-        return self.model.add_var(f"P_{stage}_{value}_{event}", lb=0.0, ub=1.0)
+    def _present(self) -> mip.Var:
+        """P: 1 where a value is held up to its next event in a stage."""
+        return self.model.add_var(lb=0.0, ub=1.0)
 
     def _require(self, left: Expression, relation: str, right: Expression) -> mip.Constr | None:
         """Add a constraint, unless it holds for constants alone."""
@@ -445,26 +446,24 @@ class Program:
         return self.model.add_constr(constraint)
 
     def close(self) -> None:
-        """Give the solver's memory back now. Python-mip's models are reference cycles, and deleting one later, whenever the
-        garbage collector runs, waits forever where it runs inside of cffi, whose lock is not reentrant.
-        """
-        self.model.solver = None
+        """Give the solver back now (see `_mip.Model`)."""
+        self.model.close()
 
     def begin_at(self, sequence: NodeSequence) -> None:
         """Hand a feasible sequence of stages to the solver, which completes S, P and U by a linear program."""
         stages = to_stages(self.problem, sequence)
-        self.model.start = [
+        self.model.begin_at(
             (variable, float(node in stages[stage]))
             for stage, row in enumerate(self.computed)
             for node, variable in row.items()
             if isinstance(variable, mip.Var)
-        ]
+        )
 
     def optimize(self, gap: float, seconds: float) -> None:
         """Run the solver. The gap is a share of the step's whole time, of which the objective leaves a constant out."""
         self.model.max_mip_gap = 1e-9
         self.model.max_mip_gap_abs = gap * self.once_seconds / self.unit_seconds
-        self.status = optimize(self.model, seconds)
+        self.status = self.model.optimize(seconds)
 
     def relax(self, budget_bytes: int, seconds: float) -> float | None:
         """Solve the relaxation R, S, FREE in [0, 1] (section 5.1) at any budget.
@@ -482,10 +481,10 @@ class Program:
             variable.ub = limit
             if row is not None:
                 row.rhs = limit if _is_free(computed) else limit - extra * _value(computed)
-        self.status = optimize(self.model, seconds, relax=True)
+        self.status = self.model.optimize(seconds, relax=True)
         if self.status is not mip.OptimizationStatus.OPTIMAL:
             return None
-        return self.constant_seconds + float(self.model.objective_value) * self.unit_seconds
+        return self.constant_seconds + self.model.objective_value * self.unit_seconds
 
     def checkpoints(self) -> list[dict[int, float]]:
         """S of the solution at hand, fractional after `relax`: by stage, for each value, the share held into it."""
@@ -493,10 +492,10 @@ class Program:
 
     def bound_seconds(self) -> float:
         """Proven bound on the time of any schedule of the program; that of evaluating all once where nothing is proven."""
-        bound = self.model.objective_bound if self.status in _SOLVED else None
-        if bound is None or not math.isfinite(bound):
+        bound = self.model.objective_bound if self.status in _SOLVED else math.nan
+        if not math.isfinite(bound):
             return self.once_seconds
-        return max(self.once_seconds, self.constant_seconds + float(bound) * self.unit_seconds)
+        return max(self.once_seconds, self.constant_seconds + bound * self.unit_seconds)
 
     def stages(self) -> Stages | None:
         """The rows of R in the best solution found."""

@@ -101,7 +101,7 @@ class UnpartitionedProgram(Program):
         self.constant_seconds = 0.0
         self.computed = [
             {
-                node: self.model.add_var(f"R_{stage}_{node}", var_type=mip.BINARY)  # eq. 1f
+                node: self.model.add_var(var_type=mip.BINARY)  # eq. 1f
                 for node in range(count)
                 if self.first_stage[node] <= stage <= self.last_stage[node]
             }

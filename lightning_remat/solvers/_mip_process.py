@@ -1,0 +1,114 @@
+"""A process that solves python-mip's programs for another one: `_mip` starts it by its path, so that it imports no torch.
+
+Requests come by the standard input, pickled, the first with the import path, and each that follows with what has changed in a
+program since the last. When the input ends, the other process has ended, and so does this one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import queue
+import sys
+import threading
+import traceback
+from array import array
+from typing import Any, BinaryIO
+
+IDLE_SECONDS = 300.0
+"""A process that is asked nothing for so long ends."""
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):  # CBC prints the first linear program of a model whatever the verbosity
+        os.dup2(nowhere, descriptor)
+    requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(os.fdopen(os.dup(0), "rb"), requests), daemon=True).start()
+    sys.path[:] = requests.get()["path"]
+    model = None
+    while True:
+        try:
+            request = requests.get(timeout=IDLE_SECONDS)
+        except queue.Empty:
+            os._exit(0)
+        try:
+            if "solver" in request and request["solver"] is None:
+                model = None
+                continue
+            if "solver" in request:
+                model = _new(request["solver"])
+                answer: dict[str, Any] = {}
+            else:
+                answer = _solve(model, request)
+        except Exception:  # noqa: BLE001  # told to the other process
+            answer = {"failed": traceback.format_exc()}
+        pickle.dump(answer, answers, protocol=pickle.HIGHEST_PROTOCOL)
+        answers.flush()
+
+
+def _listen(stream: BinaryIO, requests: queue.SimpleQueue[dict[str, Any]]) -> None:
+    """Not left to the thread that solves: a search would go on after the other process has ended."""
+    try:
+        while True:
+            requests.put(pickle.load(stream))
+    except (EOFError, OSError, pickle.UnpicklingError):
+        os._exit(0)
+
+
+def _new(solver: str) -> Any:
+    """An empty program, which has been solved once with an integer: CBC solves its relaxations twice as fast from then on."""
+    mip = importlib.import_module("mip")
+    model = mip.Model(sense=mip.MINIMIZE, solver_name=solver)
+    model.verbose, preprocess = 0, model.preprocess
+    integer = model.add_var(var_type=mip.BINARY)
+    model.preprocess = 0
+    model.optimize(max_seconds=10.0)
+    model.remove(integer)
+    model.preprocess = preprocess
+    return model
+
+
+def _solve(model: Any, request: dict[str, Any]) -> dict[str, Any]:
+    mip = importlib.import_module("mip")
+    bounds_and_costs, kinds = request["columns"]
+    for lower, upper, cost, kind in zip(
+        bounds_and_costs[::3], bounds_and_costs[1::3], bounds_and_costs[2::3], kinds, strict=True
+    ):
+        model.add_var(lb=lower, ub=upper, obj=cost, var_type=kind)
+    variables = list(model.vars)
+    ends, columns, factors, constants, senses = request["rows"]
+    first = 0
+    for end, constant, sense in zip(ends, constants, senses, strict=True):
+        row = [variables[column] for column in columns[first:end]]
+        model.add_constr(mip.LinExpr(row, factors[first:end], constant, sense))
+        first = end
+    for column, upper in request["upper"].items():
+        variables[column].ub = upper
+    for column, kind in request["kinds"].items():
+        variables[column].var_type = kind
+    for row, value in request["right"].items():
+        model.constrs[row].rhs = value
+    if request["costs"] is not None:
+        model.objective = mip.LinExpr(
+            [variables[column] for column in request["costs"]], list(request["costs"].values())
+        )
+    if request["start"] is not None:
+        model.start = [(variables[column], value) for column, value in request["start"]]
+    for name, value in request["settings"].items():
+        setattr(model, name, value)
+    status = model.optimize(max_seconds=request["seconds"], relax=request["relax"])
+    values = [variable.x for variable in variables]
+    return {
+        "status": status.name,
+        "value": model.objective_value,
+        "bound": model.objective_bound,
+        "solutions": model.num_solutions,
+        "values": None if None in values else array("d", values),
+    }
+
+
+if __name__ == "__main__":
+    main()
