@@ -84,6 +84,15 @@ def test_a_process_is_used_again_with_nothing_left_of_the_last_program() -> None
     other.close()
 
 
+def test_one_that_was_never_solved_leaves_nothing_behind() -> None:
+    for _ in range(3):
+        small()[0].close()
+    model, x, _ = small()
+    assert model.optimize(5.0) is mip.OptimizationStatus.OPTIMAL
+    assert x.x == pytest.approx(1.0)
+    model.close()
+
+
 def test_the_solver_leaves_this_process_alone() -> None:
     """CBC sets the number of OpenMP's threads to one: reductions would have other bits."""
     threads = torch.get_num_threads()

@@ -939,9 +939,10 @@ class Frame:
         What runs can be exchanged for other versions of it.
         """
         exchange = Exchange()
+        waiting = [partition]  # which holds the step's inputs, and torch 2.11 keeps what it is called by
 
         def partitioned(*args: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-            modules = partition(*args, **kwargs)
+            modules = waiting[0](*args, **kwargs)
             exchange.add(modules)
             exchange.summands = modules.summands
             return modules.forward, _with_gradients_alone(modules.backward, exchange.summands)
@@ -971,6 +972,7 @@ class Frame:
         )
         with self._settings():
             compiled: Callable[..., Any] = backend(self.module, example_inputs)
+        waiting.clear()
         TensorifyState.clear()  # what Dynamo began again for is captured
         return compiled, exchange
 

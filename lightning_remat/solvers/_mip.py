@@ -243,21 +243,23 @@ class _Process:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the training
         )
-        self._solver, self._settled, self._stopped = "", False, False
+        self._solver, self._stopped = "", False
+        self._owed = 0  # answers that say no more than that an empty program is there
         self._send({"path": sys.path})
 
     def _begin(self, solver: str) -> None:
-        self._solver, self._settled = solver, False
+        self._solver = solver
         self._send({"solver": solver})
+        self._owed += 1
 
     def _settle(self) -> None:
         """Wait until the empty program is there."""
-        if not self._settled:
+        while self._owed:
             answer = self._receive()
+            self._owed -= 1
             if "failed" in answer:
                 self.end()
                 raise SolverError(f"python-mip has no solver {self._solver!r} here: {_last_line(answer['failed'])}")
-            self._settled = True
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """The answer to a request.
