@@ -170,7 +170,7 @@ def rematerialize(
             held_bytes=held_bytes(*modules, gradients=True, device=device) + resident_bytes,
         )
 
-    step = ScheduledStep(function, config, surroundings=surroundings, name=name)
+    step = ScheduledStep(function, config, surroundings=surroundings, name=name, shared=True)
     again = functools.partial(
         rematerialize, budget=budget, old_gradients=old_gradients, resident_bytes=resident_bytes, **options
     )

@@ -3,22 +3,31 @@
 Autograd adds what arrives at a tensor in the order in which it arrives: that of the later part first, then one by one what the
 uses in the earlier part give, the last use first. A captured part would give the sum of its own: ``b + (a2 + a1)``, where eager
 mode has ``(b + a2) + a1``. So each of them is handed out, and autograd adds them.
+
+Of a module that is called by itself it is not known what else will read what it reads: its own loop, another call, or nothing,
+which is what usually is the case, and for which sums take less memory. So they are marked (`mark_sums`), and taken apart
+(`opened`) in a backward in which something else adds to one of them (`adds_elsewhere`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx
 from torch.fx import Node
 
-from lightning_remat.capture._torch import argument_of, overwritten, runs_in_forward
+from lightning_remat.capture._torch import OpOverload, argument_of, overwritten, runs_in_forward, sources_of_gradients
 from lightning_remat.errors import CaptureError
 
 Sums = Mapping[int, tuple[int, ...]]
 """By the position of an argument, those of what its gradient is the sum of, among the outputs of a backward."""
+
+
+OPENS = "remat_opens"
+"""In the notes of a node: it adds a summand that can be handed out in its place."""
 
 
 def split_sums(graph: torch.fx.Graph, num_fwd_outputs: int) -> Sums:
@@ -30,14 +39,9 @@ def split_sums(graph: torch.fx.Graph, num_fwd_outputs: int) -> Sums:
     output = graph.output_node()
     outputs = list(output.args[0])  # type: ignore[arg-type]
     descriptions = list(output.meta.get("desc") or [])
-    primals = {argument_of(node.meta.get("desc")): node for node in graph.nodes if node.op == "placeholder"}
-    written = {argument_of(overwritten(description)) for description in descriptions[:num_fwd_outputs]}
     found: dict[int, tuple[int, ...]] = {}
-    for index in range(num_fwd_outputs, len(outputs) if len(descriptions) == len(outputs) else 0):
-        argument = argument_of(descriptions[index])
-        if argument is None or argument in written or argument not in primals or not isinstance(outputs[index], Node):
-            continue
-        first, *others = _summands(outputs[index], primals[argument])
+    for index, argument, primal in list(_gradients(graph, num_fwd_outputs)):
+        first, *others = _summands(outputs[index], primal)[0]
         if others:
             outputs[index] = first
             positions = range(len(outputs) - num_fwd_outputs, len(outputs) - num_fwd_outputs + len(others))
@@ -49,6 +53,117 @@ def split_sums(graph: torch.fx.Graph, num_fwd_outputs: int) -> Sums:
         output.meta["desc"] = descriptions
         graph.eliminate_dead_code()
     return found
+
+
+def mark_sums(graph: torch.fx.Graph, num_fwd_outputs: int) -> Sums:
+    """What `opened` would hand out, were it to take a joint graph's sums apart; the graph stays as it is.
+
+    A sum of which it cannot be told what autograd has added up at an argument, and what on the way to it, stays: it is a
+    gradient without other summands.
+    """
+    outputs: Any = graph.output_node().args[0]
+    position = len(outputs) - num_fwd_outputs
+    found: dict[int, tuple[int, ...]] = {}
+    for index, argument, primal in _gradients(graph, num_fwd_outputs):
+        try:
+            _, sums = _summands(outputs[index], primal)
+        except CaptureError:
+            found[argument] = (index - num_fwd_outputs,)
+            continue
+        for node in sums:
+            node.meta[OPENS] = True
+        if sums:
+            found[argument] = (index - num_fwd_outputs, *range(position, position + len(sums)))
+            position += len(sums)
+    return found
+
+
+def _gradients(graph: torch.fx.Graph, num_fwd_outputs: int) -> Iterator[tuple[int, int, Node]]:
+    """Of a joint graph's outputs that are gradients of arguments: the index, that of the argument, and the primal."""
+    output = graph.output_node()
+    outputs: Any = output.args[0]
+    descriptions = list(output.meta.get("desc") or [])
+    primals = {argument_of(node.meta.get("desc")): node for node in graph.nodes if node.op == "placeholder"}
+    written = {argument_of(overwritten(description)) for description in descriptions[:num_fwd_outputs]}
+    for index in range(num_fwd_outputs, len(outputs) if len(descriptions) == len(outputs) else 0):
+        argument = argument_of(descriptions[index])
+        if (
+            argument is not None
+            and argument not in written
+            and argument in primals
+            and isinstance(outputs[index], Node)
+        ):
+            yield index, argument, primals[argument]
+
+
+def opened(backward: torch.fx.GraphModule, sums: Sums) -> torch.fx.GraphModule:
+    """A backward that hands out the summands of its marked sums: those that come first, and the others at the end.
+
+    One that was left out, since it is nothing (see `lowering.without_tangents`), is ``None``.
+    """
+    graph = torch.fx.Graph()
+    outputs: list[Any] = list(graph.graph_copy(backward.graph, {}))  # type: ignore[arg-type]
+    outputs += [None] * sum(len(positions) - 1 for positions in sums.values())
+    memory = _Memory(graph)
+    taken_apart = []
+    for first, *others in sums.values():
+        for position in reversed(others):
+            node = outputs[first]
+            if not isinstance(node, Node) or not node.meta.get(OPENS):
+                break
+            terms = node.args[:2] if len(node.args) > 1 else (node.args[0], None)  # a copy, where the other is nothing
+            outputs[first], outputs[position] = (memory.as_when_added(one, node) for one in terms)
+            taken_apart.append(node)
+    graph.output(tuple(outputs))
+    for node in taken_apart:
+        graph.erase_node(node)
+    return torch.fx.GraphModule(backward, graph)
+
+
+class _Memory:
+    """Which results of a lowered module lie in the same memory, and what writes to it."""
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        self._order = {node: place for place, node in enumerate(graph.nodes)}
+        self._lies_with: dict[Node, Node] = {}
+        self._writes: list[tuple[Node, Node]] = []
+        for node in graph.nodes:
+            if node.op != "call_function":
+                continue
+            if node.target is operator.getitem:
+                self._lies_with[node] = self._of(node.args[0])
+            elif isinstance(node.target, OpOverload):
+                self._note(node, node.target._schema.arguments)
+
+    def _note(self, node: Node, arguments: Sequence[Any]) -> None:
+        for place, argument in enumerate(arguments):
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            if argument.alias_info is not None and isinstance(given, Node):
+                memory, own = self._of(given), self._of(node)
+                if own is not memory:
+                    self._lies_with[own] = memory
+                if argument.alias_info.is_write:
+                    self._writes.append((node, given))
+
+    def _of(self, node: Node) -> Node:
+        while node in self._lies_with:
+            node = self._lies_with[node]
+        return node
+
+    def as_when_added(self, summand: Any, added_by: Node) -> Any:
+        """A summand; a copy of it, where something that runs later writes to it."""
+        if not isinstance(summand, Node):
+            return summand
+        own, added = self._of(summand), self._order[added_by]
+        if not any(
+            self._order[node] > added and self._of(over) is own and not node.meta.get(OPENS)
+            for node, over in self._writes
+        ):
+            return summand
+        with added_by.graph.inserting_before(added_by):
+            copy = added_by.graph.call_function(torch.ops.aten.clone.default, (summand,))
+        copy.meta = {key: value for key, value in summand.meta.items() if key != OPENS}
+        return copy
 
 
 def differentiable_views(inputs: Sequence[Any]) -> frozenset[int | None]:
@@ -78,8 +193,8 @@ def refuse_written_views(graph: torch.fx.Graph, num_fwd_outputs: int, views: fro
         )
 
 
-def _summands(gradient: Node, primal: Node) -> list[Node]:
-    """What autograd adds up at ``primal``, in its order.
+def _summands(gradient: Node, primal: Node) -> tuple[list[Node], list[Node]]:
+    """What autograd adds up at ``primal``, in its order, and what adds the second of these, the third, and so on.
 
     A sum of another tensor's gradients arrives as it is where the op between hands it on (that of an addition does): then the
     first of the summands belong together.
@@ -98,7 +213,7 @@ def _summands(gradient: Node, primal: Node) -> list[Node]:
                 "be added in another order than in eager mode"
             )
         together += 1
-    return [sums[together - 1], *chain[together:]]
+    return [sums[together - 1], *chain[together:]], sums[together:]
 
 
 def _handed_on_by(summand: Node, primal: Node, uses: Collection[Node]) -> set[Node]:
@@ -154,6 +269,10 @@ class HandedOut:
         self._sums = sums
         self._summands: dict[int, torch.Tensor | None] = {}
 
+    def stay(self, arguments: Collection[int]) -> list[int]:
+        """Those of the arguments whose sums cannot be taken apart."""
+        return [argument for argument in arguments if len(self._sums[argument]) == 1]
+
     def taken(self, summands: Sequence[torch.Tensor | None]) -> None:
         """What a backward returns beyond its gradients."""
         positions = sorted(position for several in self._sums.values() for position in several[1:])
@@ -188,3 +307,18 @@ class _Several(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         return None, None, *gradients, *ctx.handed_out.of(ctx.argument)
+
+
+def adds_elsewhere(node: Any) -> frozenset[int]:
+    """The arguments, of those that a call's ``node`` hands out sums for, that something else adds to in the backward that runs.
+
+    All of them, where that is not known.
+    """
+    several = {one for one, _ in node.next_functions if isinstance(getattr(one, "handed_out", None), HandedOut)}
+    known = sources_of_gradients()
+    found = set()
+    for one in several:
+        targets = [edge for edge in one.next_functions if edge[0] is not None]
+        if known is None or any(not several.issuperset(sources.get(edge, ())) for sources in known for edge in targets):
+            found.add(one.argument)
+    return frozenset(found)

@@ -67,11 +67,12 @@ import math
 import operator
 import os
 import re
+import sys
 import types
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import profiler as autograd_profiler
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import _engine_run_backward
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeGuardPythonPrinter
@@ -138,6 +140,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.symbol import SymT, symbol_is_type
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_remat.capture._layouts import real_layout, with_narrow_gaps
 from lightning_remat.capture._regions import inline_regions
@@ -235,6 +238,7 @@ __all__ = [
     "set_allocator_settings",
     "sizes_from_floats",
     "source_name",
+    "sources_of_gradients",
     "spaced_results",
     "substitute",
     "tensor_leaves",
@@ -682,11 +686,13 @@ class _Runner:
     Attributes:
         without: of a backward, the same without some tangents (see `Exchange.unread`).
         laid_out: likewise, for tangents that lie otherwise (see `Exchange.arrive`).
+        opened: likewise, with its sums taken apart (see `Exchange.opens`).
     """
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
         self.without: dict[frozenset[str], _Runner] = {}
         self.laid_out: dict[Arrival, _Runner] = {}
+        self.opened: _Runner | None = None
         self.module, self._run = module, boxed(module)
 
     def __call__(self, args: list[Any], observe: ObserveNode | None) -> Any:
@@ -759,6 +765,9 @@ class Exchange:
         unread: the tangents (targets of placeholders) that the next backward is not given, but zeros for.
         without: makes a backward with such tangents left out.
         summands: see `Modules`.
+        opens: whether the sums of the next backward are taken apart.
+        opened: makes a backward that does so.
+        summed: what that hands out: by the position of a gradient, those of its other summands.
         taken: is given these by the next backward.
         ported: tangents of the next backward that autograd has handed over zeros for, by their positions among its arguments,
             counted from the end (see ``_ports``).
@@ -772,6 +781,9 @@ class Exchange:
         self.unread: frozenset[str] = frozenset()
         self.without: Callable[[torch.fx.GraphModule, frozenset[str]], torch.fx.GraphModule] = lambda module, _: module
         self.summands = 0
+        self.opens = False
+        self.opened: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] = lambda module: module
+        self.summed: Mapping[int, Sequence[int]] = {}
         self.taken: Callable[[Sequence[Any]], None] | None = None
         self.ported: Mapping[int, torch.Tensor] = {}
         self.done: Callable[[], None] | None = None
@@ -880,16 +892,20 @@ class Exchange:
         for i, tangent in ported.items():
             args[i] = tangent
         del ported
+        summands = self.summands
+        if self.opens:
+            summands = sum(map(len, self.summed.values()))
+            dropped = dropped.union(*(self.summed.get(i, ()) for i in dropped))
         found = self._backward(number)(args, self.observe)
         if dropped:
             found = tuple(None if i in dropped else one for i, one in enumerate(found))
         taken, self.taken = self.taken, None
-        if self.summands and taken is not None:
-            taken(found[len(found) - self.summands :])
+        if summands and taken is not None:
+            taken(found[len(found) - summands :])
         done, self.done = self.done, None
         if done is not None:
             done()
-        return found[: len(found) - self.summands]
+        return found[: len(found) - summands]
 
     def _backward(self, number: int) -> _Runner:
         """The next backward of a version."""
@@ -901,7 +917,11 @@ class Exchange:
         if unread and unread not in run.without:
             module = self.without(run.module, unread)
             run.without[unread] = run if module is run.module else _Runner(module)
-        return run.without[unread] if unread else run
+        run = run.without[unread] if unread else run
+        opens, self.opens = self.opens, False
+        if opens and run.opened is None:
+            run.opened = _Runner(self.opened(run.module))
+        return run.opened if opens and run.opened is not None else run
 
 
 Partition = Callable[..., Modules]
@@ -1475,6 +1495,54 @@ def is_to_run(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # "A leaf node was passed ... but we are currently running autograd.grad()"
         return False
+
+
+Sources = Mapping[tuple[Any, int], Collection[Any]]
+"""By the inputs of autograd's nodes, the nodes that hand gradients to them."""
+
+
+def sources_of_gradients() -> list[Sources] | None:
+    """Of the backwards that run now, of what each comes from; what they leave out, asked for some gradients alone, is among it.
+
+    ``None`` where it is not known, since none was begun from Python.
+    """
+    begun = [one for frame in sys._current_frames().values() for one in _begun(frame)]
+    return [_sources(one) for one in begun] or None
+
+
+def _begun(frame: types.FrameType | None) -> Iterator[Any]:
+    """What the backwards come from that a thread is in."""
+    code = inspect.unwrap(_engine_run_backward).__code__
+    while frame is not None:
+        if frame.f_code is code:
+            yield from frame.f_locals["t_outputs"]
+        frame = frame.f_back
+
+
+_SOURCES: MutableMapping[torch.Tensor, tuple[Any, Sources]] = WeakTensorKeyDictionary()
+"""Of tensors that a backward has come from: what they were computed by, and its sources. (Kept no longer than they are, with
+all that they were computed by.)
+"""
+
+
+def _sources(root: Any) -> Sources:
+    first = root.grad_fn if isinstance(root, torch.Tensor) else root.node
+    known, sources = _SOURCES.get(root, (None, {})) if isinstance(root, torch.Tensor) else (None, {})
+    if first is None or known is first:
+        return sources
+    found: dict[tuple[Any, int], list[Any]] = {}
+    left, seen = [first], {first}
+    while left:
+        node = left.pop()
+        for edge in node.next_functions:
+            if edge[0] is not None:
+                found.setdefault(edge, []).append(node)
+                if edge[0] not in seen:
+                    seen.add(edge[0])
+                    left.append(edge[0])
+    if isinstance(root, torch.Tensor):
+        _SOURCES[root] = first, found
+    return found
 
 
 def backward_number() -> int:

@@ -69,7 +69,7 @@ NAMES = {
     "torch.amp.autocast_mode": "_enter_autocast _exit_autocast",
     "torch.autograd": "_profiler_enabled",
     "torch.autograd.grad_mode": "_enter_inference_mode",
-    "torch.autograd.graph": "Node._sequence_nr",
+    "torch.autograd.graph": "Node._sequence_nr _engine_run_backward",
     "torch.distributed.distributed_c10d": "_get_default_store",
     "torch.fx.experimental._config": "patch use_duck_shape",
     "torch.fx.graph": "_BoxedCodeGen",

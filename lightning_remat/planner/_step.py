@@ -40,7 +40,16 @@ from lightning_remat.capture._masks import masks_as_in_eager_mode
 from lightning_remat.capture._messages import messages_stay
 from lightning_remat.capture._numpy import numpy_as_constants
 from lightning_remat.capture._ports import Ports, hands_on_views_alone, with_ports
-from lightning_remat.capture._sums import HandedOut, Sums, differentiable_views, refuse_written_views, split_sums
+from lightning_remat.capture._sums import (
+    HandedOut,
+    Sums,
+    adds_elsewhere,
+    differentiable_views,
+    mark_sums,
+    opened,
+    refuse_written_views,
+    split_sums,
+)
 from lightning_remat.capture._tangents import Given, Layouts
 from lightning_remat.cost import CostCache, OpCost, cost_model
 from lightning_remat.errors import (
@@ -249,6 +258,8 @@ class ScheduledStep:
         reserved: the budget is one of what a CUDA device's allocator reserves, not of what it has allocated; by default if it
             is ``"auto"``.
         at_hand: schedules that are known before anything is captured.
+        shared: what a call reads may be read outside of it too, or by another call, before the backward: gradients of what
+            it reads several times are added up by autograd then, in the order in which they come.
 
     Attributes:
         plans: one a captured graph and shape, in the order of capture.
@@ -274,6 +285,7 @@ class ScheduledStep:
         accumulates: Callable[[], bool] = bool,
         reserved: bool | None = None,
         at_hand: AtHand | None = None,
+        shared: bool = False,
     ) -> None:
         self.function = function
         self.config = config
@@ -290,6 +302,7 @@ class ScheduledStep:
         self.several_backwards = several_backwards
         self.agreement = agreement
         self._accumulates = accumulates
+        self._shared = shared
         self._reserved = parse_budget(config.budget).kind is BudgetKind.AUTO if reserved is None else reserved
         self._allocator = DeviceAllocator(config.allocator)
         self._unnamed: dict[torch.device, int] = {}  # bytes that are allocated beside what is known, by device
@@ -1101,8 +1114,10 @@ class ScheduledStep:
             refuse_other_second_evaluations(joint.graph, draws_anew)
             refuse_written_views(joint.graph, num_fwd_outputs, given_views)
             sums: Sums = {}
-            if not last and accumulator is None:
+            if accumulator is None and not last:
                 sums = split_sums(joint.graph, num_fwd_outputs)
+            elif self._shared:
+                sums = mark_sums(joint.graph, num_fwd_outputs)
             captured = from_joint(
                 joint,
                 num_fwd_outputs,
@@ -1146,7 +1161,7 @@ class ScheduledStep:
                 self.plans.append(plan)
                 self.runs.append(0)
             planned.append((captured, problem, around, memory, index, buffers))
-            summands = sum(len(positions) - 1 for positions in sums.values())
+            summands = 0 if last else sum(len(positions) - 1 for positions in sums.values())
             return dataclasses.replace(lower(captured, plan.schedule), summands=summands)
 
         def trace_again(layouts: Layouts) -> CapturedGraph:
@@ -1176,6 +1191,9 @@ class ScheduledStep:
         if not planned:  # nothing in it needs a gradient
             return compiled
         exchange.without = without_tangents
+        if last and sums:
+            exchange.opened = functools.partial(opened, sums=sums)
+            exchange.summed = {first: others for first, *others in sums.values()}
         captured, problem, around, memory, index, buffers = planned[0]
         buffers.add(index, captured, self.plans[index].schedule)
         arrivals = Arrivals(exchange, trace_again)
@@ -1334,6 +1352,14 @@ class ScheduledStep:
             unread = graph.unread[unused] = graph.captured.tangents_of(unused) if unused else frozenset()
         graph.exchange.dropped, graph.exchange.unread = dropped, unread
         graph.exchange.taken = handed_out.taken
+        if graph.exchange.summed:
+            added_to = adds_elsewhere(node)
+            graph.exchange.opens = bool(added_to)
+            if handed_out.stay(added_to):
+                self._give_up(
+                    "it cannot be told in which order eager mode adds up the gradients of something that it reads several "
+                    "times and that is read outside of it too: those of this step may have other last bits"
+                )
         graph.exchange.ported = graph.arrivals.tangents(ported)
         self._take_as_given(graph, number, given)
         if measured is not None:
