@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import random
 import threading
@@ -173,6 +174,96 @@ def test_random_modules_and_what_is_around_them(seed: int) -> None:
         return value
 
     same_bits(lambda: Part([uses]), loss)
+
+
+Region = Callable[[], Any]
+
+
+def autocast(enabled: bool = True, cache_enabled: bool = True) -> Any:
+    return torch.autocast("cpu", torch.bfloat16, enabled=enabled, cache_enabled=cache_enabled)
+
+
+def judged(around_all: Region, around_each: Region) -> Callable[[nn.Module, Callable[[Any], Any]], torch.Tensor]:
+    """`preference`, with regions of autocast."""
+
+    def loss(module: nn.Module, plan: Callable[[Any], Any]) -> torch.Tensor:
+        model = plan(module)
+
+        def one(tokens: torch.Tensor) -> torch.Tensor:
+            with around_each():
+                found: torch.Tensor = model(tokens)
+            return found
+
+        with around_all():
+            return preference(module, lambda _: one)
+
+    return loss
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize(
+    ("around_all", "around_each"),
+    [
+        (contextlib.nullcontext, autocast),
+        (lambda: autocast(cache_enabled=False), contextlib.nullcontext),
+        (autocast, lambda: autocast(enabled=False)),
+    ],
+    ids=["one for each call", "without a cache", "off in the calls"],
+)
+def test_regions_of_autocast(rounds: int, around_all: Region, around_each: Region) -> None:
+    same_bits(lambda: Tied(rounds), judged(around_all, around_each))
+
+
+class InParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.first, self.second = nn.Embedding(50, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.second(self.first(self.embedding(tokens)).sin())
+        torch._dynamo.graph_break()
+        return F.linear(self.first(h).tanh(), self.embedding.weight).float().square().mean()
+
+
+@pytest.mark.filterwarnings("ignore::lightning_remat.errors.RematWarning")
+def test_a_copy_that_eager_mode_shares_is_said() -> None:
+    """Eager mode adds up in the low precision what comes to the one copy: two calls, and two parts, have one each."""
+    for make, loss in (
+        (lambda: Tied(1), judged(autocast, contextlib.nullcontext)),
+        (InParts, lambda module, plan: judged_once(plan(module))),
+    ):
+        found: list[list[torch.Tensor]] = []
+        for plans in (False, True):
+            torch.manual_seed(0)
+            module: nn.Module = make()
+            step = planned(module) if plans else module
+            found.append([])
+            for seed in range(3):
+                torch.manual_seed(seed)
+                module.zero_grad()
+                loss(module, lambda _: step).backward()  # type: ignore[no-untyped-call]  # noqa: B023
+                found[-1].append(torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]))
+        assert isinstance(step, Rematerialized) and step.plans
+        assert "cache_enabled=False" in "".join(step.failures)
+        assert not torch.equal(found[0][0], found[1][0]), "nothing is left to say"
+        assert all(map(torch.equal, found[0][1:], found[1][1:]))
+
+
+def judged_once(step: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    with autocast():
+        return step(torch.randint(0, 50, (4, 6)))
+
+
+def test_a_weight_that_one_part_casts_and_another_does_not() -> None:
+    """The embedding is looked up in float32, and cast as the head alone."""
+
+    class Head(InParts):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            h = self.first(self.embedding(tokens)).sin()
+            torch._dynamo.graph_break()
+            return F.linear(self.second(h).tanh(), self.embedding.weight).float().square().mean()
+
+    same_bits(Head, lambda module, plan: judged_once(plan(module)))
 
 
 def test_what_nobody_else_reads_is_added_up_where_it_is_made() -> None:

@@ -3,17 +3,22 @@
 Eager autocast casts a parameter once in a region and uses that copy everywhere there, so the gradients of its uses are added
 in the low precision. AOTAutograd casts the parameter for every use, and adds in float32: other bits, where a parameter is
 used more than once. Here the casts become one again.
+
+A region that is around captured code is around other code too, which eager mode lets use the same copy: other parts of a step,
+a second call of a module. Each of these has a copy of its own here, so `shares_casts` asks, when a backward begins, whether
+gradients of several come together at a parameter.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.fx
 
-from lightning_remat.capture._torch import enter_autocast, exit_autocast
+from lightning_remat.capture._torch import argument_of, enter_autocast, exit_autocast, sources_of_gradients
 from lightning_remat.errors import CaptureError
 
 Node = torch.fx.Node
@@ -27,10 +32,12 @@ class Autocast:
     Attributes:
         cached: dtypes that parameters are cast to, once in a region.
         regions: how many there are, each with a cache of its own.
+        outer: the region is one around what was captured.
     """
 
     cached: frozenset[torch.dtype] = frozenset()
     regions: int = 0
+    outer: bool = False
 
     @classmethod
     def around(cls, module: torch.fx.GraphModule) -> Autocast:
@@ -38,7 +45,7 @@ class Autocast:
         on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         if on:  # regions inside have no cache of their own
             dtypes = {torch.get_autocast_dtype(kind) for kind in on} if torch.is_autocast_cache_enabled() else set()
-            return cls(frozenset(dtypes), regions=1)
+            return cls(frozenset(dtypes), regions=1, outer=True)
         depth, dtypes, regions = 0, set(), 0
         for node in module.graph.nodes:
             if node.target is enter_autocast:
@@ -88,6 +95,53 @@ def share_casts(graph: torch.fx.Graph, forward_outputs: int, autocast: Autocast)
             cast.replace_all_uses_with(first)
             graph.erase_node(cast)
         _add_in_low_precision(graph, gradient, leaves, low)
+
+
+def cast_arguments(graph: torch.fx.Graph, autocast: Autocast) -> frozenset[int]:
+    """The arguments of a joint graph of which eager mode may use a copy that it has cast before, or keeps for later."""
+    if not autocast.outer:
+        return frozenset()
+    found = set()
+    for primal in graph.find_nodes(op="placeholder"):
+        if any(u.target is aten._to_copy.default and u.kwargs.get("dtype") in autocast.cached for u in primal.users):
+            found.add(argument_of(primal.meta.get("desc")))
+    return frozenset(argument for argument in found if argument is not None)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Casts:
+    """What one call of captured code has cast in a region around it.
+
+    Attributes:
+        region: tells regions apart.
+        edges: of autograd's graph, where the gradients of what was cast go.
+    """
+
+    region: Any
+    edges: frozenset[Any]
+
+
+def shares_casts(casts: Casts, own: Sequence[Any]) -> bool:
+    """Whether, in the backward that runs, gradients come to what a call has cast from another copy of the same region.
+
+    Args:
+        casts: the call's.
+        own: its nodes of autograd's graph.
+    """
+    known = sources_of_gradients() or []
+    for edge in casts.edges:
+        for source in {one for sources in known for one in sources.get(edge, ())}.difference(own):
+            other = getattr(source, "casts", None) or getattr(getattr(source, "handed_out", None), "casts", None)
+            if isinstance(other, Casts):
+                if other.region is casts.region and edge in other.edges:
+                    return True
+            elif source.name() == _CAST:  # of what region is not known
+                return True
+    return False
+
+
+_CAST = "ToCopyBackward0"
+"""Of autograd's nodes, those of casts."""
 
 
 def _added(gradient: Node) -> list[Node]:

@@ -267,6 +267,7 @@ class HandedOut:
 
     def __init__(self, sums: Sums) -> None:
         self._sums = sums
+        self.casts: Any = None  # of the same call, see ``_autocast``
         self._summands: dict[int, torch.Tensor | None] = {}
 
     def stay(self, arguments: Collection[int]) -> list[int]:

@@ -184,6 +184,7 @@ __all__ = [
     "accumulates_into",
     "allocator_settings",
     "assert_async",
+    "autocast_region",
     "backward_number",
     "boxed",
     "build_attribute",
@@ -1495,6 +1496,18 @@ def is_to_run(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # "A leaf node was passed ... but we are currently running autograd.grad()"
         return False
+
+
+def autocast_region(kind: str) -> Any:
+    """Tells regions of autocast apart: what it caches for each, a node of autograd's graph that casts a tensor of our own."""
+    if kind not in _CASTED:
+        _CASTED[kind] = tuple(torch.zeros(1, 1, device=kind, requires_grad=True) for _ in range(2))
+    with torch.enable_grad():
+        return torch.mm(*_CASTED[kind]).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+_CASTED: dict[str, tuple[torch.Tensor, ...]] = {}
+"""By the type of the device."""
 
 
 Sources = Mapping[tuple[Any, int], Collection[Any]]

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.fx
+from torch.autograd.graph import get_gradient_edge
 
 import lightning_remat
 from lightning_remat._blocks import block_bytes
@@ -28,6 +29,7 @@ from lightning_remat.allocator import Footprint
 from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.capture import PARTS, Autocast, CapturedGraph, from_joint, name_assertions, same_device, stays
 from lightning_remat.capture import _torch as internals
+from lightning_remat.capture._autocast import Casts, cast_arguments, shares_casts
 from lightning_remat.capture._buffers import buffers_are_known
 from lightning_remat.capture._checkpoints import checkpoints, refuse_other_second_evaluations
 from lightning_remat.capture._compiled import compiled_stays, is_compiled, name_of
@@ -1097,6 +1099,7 @@ class ScheduledStep:
         whole = internals.is_whole_function(module, inputs)
         last = internals.ends_function(module, self._code, self.function)
         sums: Sums = {}
+        casts: frozenset[int] = frozenset()
         alone = self._accumulates() and whole
         accumulator = Accumulator(inputs) if alone else None
         given_views = differentiable_views(inputs)  # nothing that is kept may hold the inputs
@@ -1130,7 +1133,9 @@ class ScheduledStep:
             return captured, sums
 
         def partition(joint: torch.fx.GraphModule, joint_inputs: Any, **described: Any) -> internals.Modules:
-            nonlocal sums
+            nonlocal sums, casts
+            if self._shared or not whole:
+                casts = cast_arguments(joint.graph, autocast)
             captured, sums = read(joint, joint_inputs, **described)
             for value in (
                 *inputs,
@@ -1244,11 +1249,19 @@ class ScheduledStep:
             copies = graph.buffers.copies(args, number, self.runs[number], self._batch)
             compare = graph.buffers.watch(args, copies, self.name or "captured graph")
             handed_out = HandedOut(sums)
+            if casts:
+                cast = [get_gradient_edge(args[i]) for i in casts if args[i].requires_grad and args[i].is_leaf]
+                region = internals.autocast_region(captured.device.type)
+                handed_out.casts = Casts(region, frozenset((edge.node, edge.output_nr) for edge in cast))
             given = handed_out.inputs([copies.get(i, value) for i, value in enumerate(args)])
             if measured is not None:
                 measured.begins(position, "forward")
             outputs = compiled(*given)
             ports = Ports(outputs, views)
+            if casts:
+                for one in outputs:
+                    if (node := internals.captured_node(one)[0]) is not None:
+                        node.casts = handed_out.casts
             if measured is not None:
                 measured.ends(position, "forward")
             added = {i: args[i] for i in accumulator.positions} if accumulator is not None else {}
@@ -1352,6 +1365,14 @@ class ScheduledStep:
             unread = graph.unread[unused] = graph.captured.tangents_of(unused) if unused else frozenset()
         graph.exchange.dropped, graph.exchange.unread = dropped, unread
         graph.exchange.taken = handed_out.taken
+        several = [one for one, _ in node.next_functions if hasattr(one, "handed_out")]
+        if handed_out.casts is not None and shares_casts(handed_out.casts, [node, *several]):
+            self._give_up(
+                "weights are used under one torch.autocast by several graphs, or outside of them too: eager mode casts each "
+                "once, and adds up its gradients in the low precision. Those of this step may have other last bits, and "
+                "later calls run as before; torch.autocast(..., cache_enabled=False), or one autocast for each call, has no "
+                "such question"
+            )
         if graph.exchange.summed:
             added_to = adds_elsewhere(node)
             graph.exchange.opens = bool(added_to)
