@@ -50,11 +50,14 @@ def compiled_stays(told: Told) -> Iterator[None]:
         """Dynamo takes a compiled function for one that is to be left alone."""
         methods = _compiled_methods(type(value)) if type(value) not in kinds else []
         kinds.add(type(value))
-        for function in [getattr(value, "__func__", value), *methods]:
+        # Torch 2.11 reads a module's attributes itself, and what a compiled function was made of in its place.
+        own = isinstance(value, torch.nn.Module) and not isinstance(value, OptimizedModule)
+        attributes = vars(value).values() if own else ()
+        for function in [getattr(value, "__func__", value), *methods, *attributes]:
             if isinstance(function, types.FunctionType) and is_compiled(function):
-                attributes = vars(function)
-                hidden[id(function)] = function, attributes.pop(INLINED)
-                attributes[DISABLED] = True
+                marks = vars(function)
+                hidden[id(function)] = function, marks.pop(INLINED)
+                marks[DISABLED] = True
 
     def build(builder: Any, value: Any) -> Any:
         hide(value)
