@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import os
 import re
 import signal
@@ -69,6 +70,10 @@ def test_a_program_its_relaxation_and_its_changes() -> None:
     assert y.x == pytest.approx(2.0)
     model.close()
     assert model.optimize(5.0) is mip.OptimizationStatus.ERROR
+
+
+def test_without_a_time_limit() -> None:
+    assert solve(unit_chain(8), 5, "milp", time_limit=math.inf).status is Status.OPTIMAL
 
 
 def test_a_process_is_used_again_with_nothing_left_of_the_last_program() -> None:

@@ -267,7 +267,7 @@ class _Process:
         Raises:
             _Ended: where there is none within ``seconds``; the process has ended then.
         """
-        late = threading.Timer(seconds, self._stop)
+        late = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._stop)
         late.daemon = True
         late.start()
         try:
