@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from lightning_remat.capture._sums import several_of
 from lightning_remat.capture._torch import argument_of, enter_autocast, exit_autocast, sources_of_gradients
 from lightning_remat.errors import CaptureError
 
@@ -121,13 +122,14 @@ class Casts:
     edges: frozenset[Any]
 
 
-def shares_casts(casts: Casts, own: Sequence[Any]) -> bool:
+def shares_casts(casts: Casts, node: Any) -> bool:
     """Whether, in the backward that runs, gradients come to what a call has cast from another copy of the same region.
 
     Args:
         casts: the call's.
-        own: its nodes of autograd's graph.
+        node: its own, of autograd's graph.
     """
+    own = {node, *several_of(node)}
     known = sources_of_gradients() or []
     for edge in casts.edges:
         for source in {one for sources in known for one in sources.get(edge, ())}.difference(own):

@@ -310,12 +310,17 @@ class _Several(torch.autograd.Function):
         return None, None, *gradients, *ctx.handed_out.of(ctx.argument)
 
 
+def several_of(node: Any) -> set[Any]:
+    """The nodes by which a call's ``node`` hands on several gradients of one argument."""
+    return {one for one, _ in node.next_functions if isinstance(getattr(one, "handed_out", None), HandedOut)}
+
+
 def adds_elsewhere(node: Any) -> frozenset[int]:
     """The arguments, of those that a call's ``node`` hands out sums for, that something else adds to in the backward that runs.
 
     All of them, where that is not known.
     """
-    several = {one for one, _ in node.next_functions if isinstance(getattr(one, "handed_out", None), HandedOut)}
+    several = several_of(node)
     known = sources_of_gradients()
     found = set()
     for one in several:

@@ -1365,8 +1365,7 @@ class ScheduledStep:
             unread = graph.unread[unused] = graph.captured.tangents_of(unused) if unused else frozenset()
         graph.exchange.dropped, graph.exchange.unread = dropped, unread
         graph.exchange.taken = handed_out.taken
-        several = [one for one, _ in node.next_functions if hasattr(one, "handed_out")]
-        if handed_out.casts is not None and shares_casts(handed_out.casts, [node, *several]):
+        if handed_out.casts is not None and shares_casts(handed_out.casts, node):
             self._give_up(
                 "weights are used under one torch.autocast by several graphs, or outside of them too: eager mode casts each "
                 "once, and adds up its gradients in the low precision. Those of this step may have other last bits, and "
