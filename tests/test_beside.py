@@ -96,7 +96,8 @@ def test_a_loss_outside_of_the_module(loss: Callable[..., Any], share: float | s
         assert call.runs[0] == 2  # as it came, and measured; then with the loss beside it
         assert sum(call.runs) == 6
     else:
-        assert peak <= call.plan.predicted_peak_bytes <= peak + x.nbytes
+        numbers = 2 * 4  # the loss and its gradient, of which no plan knows
+        assert peak - numbers <= call.plan.predicted_peak_bytes <= peak + x.nbytes
         assert len(call.plans) == 1
 
 

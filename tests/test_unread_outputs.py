@@ -88,8 +88,10 @@ def test_gradients_are_those_of_eager_mode(net: type[nn.Module], budget: float |
             assert (gradient is None) == (found is None), (seed, name)
             assert gradient is None or torch.equal(gradient, found), (seed, name)
     assert sum(step.scheduled.runs) == 20 and not step.scheduled.failures
-    # Gradients that come joined have gaps between their rows, which is planned for once it is seen.
-    assert len(step.scheduled.plans) == (2 if net is Joined else 1)
+    # How gradients lie is guessed, and planned for once it is seen: by torch 2.11 that they lie in one piece, in order, which
+    # transposed ones do not; by later releases that they lie as the outputs do, among others' rows say, which they do not.
+    guessed_wrong = Contrastive if torch.__version__.startswith("2.11.") else Joined
+    assert len(step.scheduled.plans) == (2 if net is guessed_wrong else 1)
 
 
 def test_a_layout_that_is_not_known_leaves_the_backward_as_it_is() -> None:

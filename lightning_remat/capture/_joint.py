@@ -369,6 +369,9 @@ def _keep_lstm_kernels(graph: torch.fx.Graph) -> None:
     """Layers of LSTMs run the kernel that eager runs (`_ops.lstm_layer`)."""
     for node in graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer.default):
         node.target = _ops.lstm_layer
+    for node in graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer_backward.default):
+        if node.meta["val"][0].dtype is not torch.float32:  # by torch 2.11, which computes them in float32 as others do
+            node.target = _ops.lstm_layer_backward
 
 
 def _leave_gaps(graph: torch.fx.Graph) -> None:

@@ -121,6 +121,14 @@ def lstm_layer(*args: Any) -> tuple[torch.Tensor, ...]:
     return found
 
 
+def lstm_layer_backward(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+    """``aten.mkldnn_rnn_layer_backward``, its gradients, which it computes in float32, cast to the layer's dtype.
+
+    As autograd does in eager mode for each gradient that has another dtype than what it is the gradient of.
+    """
+    return tuple(gradient.to(x.dtype) for gradient in aten.mkldnn_rnn_layer_backward.default(x, *args))
+
+
 def _batch_norm_again(
     x: torch.Tensor,
     weight: torch.Tensor | None,
