@@ -25,8 +25,9 @@ from lightning_remat.callbacks.training_data import TrainingData
 from lightning_remat.callbacks.training_step import TrainingStep
 from lightning_remat.errors import ConfigError, GraphError, InfeasibleBudgetError
 from lightning_remat.measure import held_bytes, track_peak
-from lightning_remat.planner import AtHand, BatchSizes, Plan, RematConfig, RematWarning, is_compiled, unknown_torch
+from lightning_remat.planner import AtHand, BatchSizes, Plan, RematConfig, RematWarning
 from lightning_remat.report import format_bytes
+from lightning_remat.runtime import is_compiled, unknown_torch
 
 log = logging.getLogger(__name__)
 

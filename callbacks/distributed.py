@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_remat.budget import BudgetKind, device_bytes, parse_budget
 from lightning_remat.measure import held_bytes
-from lightning_remat.planner import Agreement, RematConfig, RematWarning
+from lightning_remat.planner import RematConfig, RematWarning
+from lightning_remat.runtime import Agreement
 
 
 def agreement(trainer: pl.Trainer) -> Agreement | None:

@@ -36,7 +36,8 @@ from lightning_remat.callbacks.training_step import TrainingStep
 from lightning_remat.errors import ConfigError
 from lightning_remat.exactness import CheckReport
 from lightning_remat.measure import PeakMemory, track_peak
-from lightning_remat.planner import AtHand, Plan, RematWarning, ScheduledStep, is_compiled, unknown_torch
+from lightning_remat.planner import AtHand, Plan, RematWarning
+from lightning_remat.runtime import ScheduledStep, is_compiled, unknown_torch
 
 DDP_SETTLES = 2
 """Steps after which DDP has made its buckets anew, in the order in which gradients come: not steps like the others."""

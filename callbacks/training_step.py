@@ -27,7 +27,8 @@ from lightning_remat.callbacks.distributed import (
 from lightning_remat.callbacks.optimizer_state import optimizer_state_bytes
 from lightning_remat.callbacks.own_state import OwnState
 from lightning_remat.measure import held_bytes
-from lightning_remat.planner import AtHand, RematConfig, ScheduledStep, Surroundings
+from lightning_remat.planner import AtHand, RematConfig, Surroundings
+from lightning_remat.runtime import ScheduledStep
 
 
 class TrainingStep:

@@ -12,7 +12,8 @@ import torch
 
 from lightning_remat.errors import ConfigError
 from lightning_remat.measure import held_bytes
-from lightning_remat.planner import Plan, RematConfig, ScheduledStep, Surroundings
+from lightning_remat.planner import Plan, RematConfig, Surroundings
+from lightning_remat.runtime import ScheduledStep
 
 
 class Rematerialized:

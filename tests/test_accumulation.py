@@ -15,8 +15,9 @@ from torch import nn
 import lightning_remat.strategies  # noqa: F401 - registers them
 from lightning_remat.callbacks import RematCallback
 from lightning_remat.measure import held_bytes, peak_memory
-from lightning_remat.planner import RematConfig, ScheduledStep, Surroundings
-from lightning_remat.planner._accumulate import Accumulator
+from lightning_remat.planner import RematConfig, Surroundings
+from lightning_remat.runtime import ScheduledStep
+from lightning_remat.runtime._accumulate import Accumulator
 from tests.helpers.training import Classifier, assert_ran, assert_same, callback, compare, fit, loader
 from tests.test_varying_sizes import batches
 

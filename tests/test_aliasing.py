@@ -18,7 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from lightning_remat import InfeasibleBudgetError, RematConfig
 from lightning_remat.callbacks import RematCallback
 from lightning_remat.capture._torch import captured_node
-from lightning_remat.planner import ScheduledStep
+from lightning_remat.runtime import ScheduledStep
 
 ROWS, WIDTH = 5, 4
 STEPS, ACCUMULATED = 2, 2

@@ -17,7 +17,7 @@ from torch.nn import functional
 from lightning_remat import Rematerialized, RematWarning, rematerialize
 from lightning_remat.capture import _torch as internals
 from lightning_remat.capture._tangents import Layout, alike
-from lightning_remat.planner import _arrivals
+from lightning_remat.runtime import _arrivals
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
 

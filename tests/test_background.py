@@ -17,9 +17,10 @@ import torch
 
 from lightning_remat import rematerialize
 from lightning_remat.callbacks import RematCallback
-from lightning_remat.planner import Plan, RematConfig, _make, _search, _step, make_plan
+from lightning_remat.planner import Plan, RematConfig, _make, make_plan
 from lightning_remat.planner._plan_cache import PlanCache
-from lightning_remat.planner._search import Search
+from lightning_remat.runtime import _search, _step
+from lightning_remat.runtime._search import Search
 from lightning_remat.solvers import Solution, Status, solve
 from tests.helpers.graphs import unit_chain
 

@@ -19,8 +19,9 @@ from lightning_remat.callbacks import RematBatchSizeFinder, RematCallback, batch
 from lightning_remat.callbacks.training_data import TrainingData
 from lightning_remat.cost import _profile
 from lightning_remat.errors import ConfigError
-from lightning_remat.planner import BatchSizes, RematWarning, _make, _step
+from lightning_remat.planner import BatchSizes, RematWarning, _make
 from lightning_remat.planner._batch_size import SOLVES
+from lightning_remat.runtime import _step
 from lightning_remat.solvers import _largest_batch
 from tests.helpers.failing import failing
 from tests.helpers.training import Classifier, assert_same, loader, trainer

@@ -17,7 +17,8 @@ import torch
 from lightning_remat import InfeasibleBudgetError, rematerialize
 from lightning_remat._profiler import profiler_running
 from lightning_remat.measure import held_bytes, peak_memory, track_peak
-from lightning_remat.planner import _beside, _make, _step
+from lightning_remat.planner import _beside, _make
+from lightning_remat.runtime import _step
 from tests.helpers.training import assert_same
 
 MIB = 2**20

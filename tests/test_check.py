@@ -28,7 +28,7 @@ from lightning_remat.errors import ConfigError, InfeasibleBudgetError
 from lightning_remat.exactness import Cause, FirstDifference, Kind, State, Verdict
 from lightning_remat.exactness import _advice as advice
 from lightning_remat.exactness._bits import differing, digest, same_bits, sum_of_words
-from lightning_remat.planner import _step
+from lightning_remat.runtime import _step
 from lightning_remat.strategies import RematStrategy
 from tests.helpers.failing import failing
 from tests.helpers.training import Classifier, assert_clean, assert_same, callback, fit, loader, network

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lightning_remat.errors import ConfigError, InfeasibleBudgetError, RematError
-from lightning_remat.planner import Agreement
+from lightning_remat.runtime import Agreement
 from tests.helpers.training import Classifier, callback, trainer
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,7 +14,7 @@ from torch import nn
 from lightning_remat import RematWarning, rematerialize
 from lightning_remat.callbacks import RematCallback
 from lightning_remat.graph import Phase
-from lightning_remat.planner import _step
+from lightning_remat.runtime import _step
 from tests.helpers.asserting import asserted, asserted_without_words
 from tests.helpers.training import Classifier, assert_same, fit, loader
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_remat.planner import RematConfig, ScheduledStep
+from lightning_remat.planner import RematConfig
+from lightning_remat.runtime import ScheduledStep
 from tests.helpers.training import Classifier, compare, loader
 
 

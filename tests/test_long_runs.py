@@ -14,9 +14,9 @@ from torch import nn
 
 from lightning_remat import Rematerialized, rematerialize
 from lightning_remat.capture import _torch as internals
-from lightning_remat.planner import _sized_plans
-from lightning_remat.planner._recent import Recent
-from lightning_remat.planner._step import STATIC_CAPTURES
+from lightning_remat.runtime import _sized_plans
+from lightning_remat.runtime._recent import Recent
+from lightning_remat.runtime._step import STATIC_CAPTURES
 
 SHORTEST = 17
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from lightning_remat.measure import held_bytes, peak_memory
-from lightning_remat.planner import RematConfig, ScheduledStep
+from lightning_remat.planner import RematConfig
+from lightning_remat.runtime import ScheduledStep
 
 functional = nn.functional
 

@@ -12,7 +12,8 @@ import torch
 from lightning_remat import RematWarning, rematerialize
 from lightning_remat.errors import ScheduleError
 from lightning_remat.graph import ComputationGraph, Op, Phase, Tensor, TensorRole
-from lightning_remat.planner import RematConfig, _make, _plan_cache, _step, make_plan
+from lightning_remat.planner import RematConfig, _make, _plan_cache, make_plan
+from lightning_remat.runtime import _step
 from lightning_remat.schedule import verify
 from lightning_remat.solvers import Problem, _auto, solve
 from tests.helpers.graphs import unit_chain

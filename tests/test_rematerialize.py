@@ -25,8 +25,9 @@ from lightning_remat._rematerialize import Rematerialized
 from lightning_remat.capture import _torch as internals
 from lightning_remat.errors import BudgetError, ConfigError
 from lightning_remat.lowering import read_again
-from lightning_remat.planner import RematWarning, _step
-from lightning_remat.planner._step import MOST_CAPTURES
+from lightning_remat.planner import RematWarning
+from lightning_remat.runtime import _step
+from lightning_remat.runtime._step import MOST_CAPTURES
 
 Forward = Callable[..., torch.Tensor]
 

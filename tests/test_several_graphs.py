@@ -11,7 +11,7 @@ import torch
 
 from lightning_remat import InfeasibleBudgetError, rematerialize
 from lightning_remat.measure import held_bytes, peak_memory
-from lightning_remat.planner import _step
+from lightning_remat.runtime import _step
 
 
 class Broken(torch.nn.Module):

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_remat.planner import RematConfig, ScheduledStep
+from lightning_remat.planner import RematConfig
+from lightning_remat.runtime import ScheduledStep
 
 USES = {
     "linear": lambda part, h, x: part.linear(h),

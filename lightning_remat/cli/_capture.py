@@ -18,7 +18,8 @@ from lightning_remat._blocks import block_bytes
 from lightning_remat.capture import _torch as internals
 from lightning_remat.errors import CaptureError, ConfigError, RematError
 from lightning_remat.graph import ComputationGraph
-from lightning_remat.planner import RematConfig, RematWarning, ScheduledStep, Surroundings
+from lightning_remat.planner import RematConfig, RematWarning, Surroundings
+from lightning_remat.runtime import ScheduledStep
 
 Step = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A module or function, and the arguments of one call."""

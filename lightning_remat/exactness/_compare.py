@@ -16,7 +16,8 @@ from lightning_remat.exactness._outcome import Kind, Outcome, Results, named_ten
 from lightning_remat.exactness._report import CheckReport, Verdict
 from lightning_remat.exactness._state import State
 from lightning_remat.exactness._trace import FirstDifference, Record, eager_recorded, first_difference
-from lightning_remat.planner import Plan, ScheduledStep
+from lightning_remat.planner import Plan
+from lightning_remat.runtime import ScheduledStep
 
 log = logging.getLogger(__name__)
 

@@ -65,23 +65,23 @@ from lightning_remat.errors import (
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.lowering import lower, without_tangents
 from lightning_remat.measure import held_bytes
-from lightning_remat.planner._accumulate import Accumulator
-from lightning_remat.planner._agreement import Agreement
-from lightning_remat.planner._arrivals import Arrivals
 from lightning_remat.planner._beside import NOTHING_BESIDE, Beside, MeasuredStep, measured_beside, peak_beside
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._device_memory import DeviceAllocator, DeviceMemory, allocated_bytes
 from lightning_remat.planner._late import with_late_gradients
 from lightning_remat.planner._make import FOR_ONCE, UNPLANNED, AtHand, Progress, make_plan, unplanned
-from lightning_remat.planner._moving import WATCHED_RUNS, MovingBuffers
 from lightning_remat.planner._plan import Plan, with_beside
 from lightning_remat.planner._plan_cache import PlanCache, fingerprint
-from lightning_remat.planner._recent import Recent
-from lightning_remat.planner._search import Search
-from lightning_remat.planner._sized_plans import SizedPlan, SizedPlans, rounded_up
 from lightning_remat.planner._surroundings import Surroundings, Weights, replay_bytes
 from lightning_remat.planner._together import Part, kept_bytes, plan_together, with_outside
 from lightning_remat.report import format_bytes
+from lightning_remat.runtime._accumulate import Accumulator
+from lightning_remat.runtime._agreement import Agreement
+from lightning_remat.runtime._arrivals import Arrivals
+from lightning_remat.runtime._moving import WATCHED_RUNS, MovingBuffers
+from lightning_remat.runtime._recent import Recent
+from lightning_remat.runtime._search import Search
+from lightning_remat.runtime._sized_plans import SizedPlan, SizedPlans, rounded_up
 from lightning_remat.schedule import Schedule
 from lightning_remat.solvers import Status
 

@@ -19,7 +19,7 @@ from lightning_remat.capture import CapturedGraph
 from lightning_remat.errors import InfeasibleBudgetError, ScheduleError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._plan import Plan
-from lightning_remat.planner._recent import MOST, Recent
+from lightning_remat.runtime._recent import MOST, Recent
 from lightning_remat.schedule import Schedule, simulate, verify
 from lightning_remat.solvers import Problem, Status
 from lightning_remat.solvers._registry import ANY_ORDER

@@ -1,0 +1,18 @@
+"""A step as it runs: captured on its first call, planned, and run as scheduled from then on."""
+
+from typing import TYPE_CHECKING
+
+from lightning_remat.capture import is_compiled, unknown_torch
+from lightning_remat.runtime._agreement import Agreement
+
+if TYPE_CHECKING or not unknown_torch():
+    from lightning_remat.runtime._step import ScheduledStep
+else:
+    from lightning_remat.runtime._plain_step import PlainStep as ScheduledStep
+
+__all__ = [
+    "Agreement",
+    "ScheduledStep",
+    "is_compiled",
+    "unknown_torch",
+]
