@@ -290,9 +290,9 @@ def test_plans_that_save_different_numbers_of_tensors_beside_subclasses(budgets:
     pairs, saved = [], set()
     for number in (0, 1, 0, 1):
         if number and len(step.plans) == 1:
-            step._add_plan(other.plans[0], step._graphs[0], step._graphs[0].captured)
+            step._plans.add(other.plans[0], step._plans.graphs[0])
         if step.plans:
-            step._graphs[0].plan = number
+            step._plans.graphs[0].plan = number
         expected, found = eager(x), step(x)
         saved.add(len(captured_node(found)[0].saved_tensors))
         pairs.append((expected, found))

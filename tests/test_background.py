@@ -19,7 +19,7 @@ from lightning_remat import rematerialize
 from lightning_remat.callbacks import RematCallback
 from lightning_remat.planner import Plan, RematConfig, _make, make_plan
 from lightning_remat.planner._plan_cache import PlanCache
-from lightning_remat.runtime import _search, _step
+from lightning_remat.runtime import _improving, _search
 from lightning_remat.runtime._search import Search
 from lightning_remat.solvers import Solution, Status, solve
 from tests.helpers.graphs import unit_chain
@@ -173,8 +173,8 @@ def test_a_better_plan_is_swapped_in_between_two_steps_with_the_same_bits(monkey
     def between(number: int) -> None:
         if number == 3:  # wait for the process, whatever it takes
             until = time.monotonic() + 60
-            while step._step._search is not None and time.monotonic() < until:
-                step._step._take_better_plans()
+            while step._step._improving.search is not None and time.monotonic() < until:
+                step._step._improving.take()
                 time.sleep(0.1)
 
     found = train(step, module, x, 6, between)
@@ -190,10 +190,10 @@ def test_a_better_plan_is_swapped_in_between_two_steps_with_the_same_bits(monkey
 
     torch._dynamo.reset()
     again = rematerialize(net(), budget=0.5, background=True, time_limit=6.0, cost_model="roofline:A100-40")
-    again._step._cost_cache = step._step._cost_cache
+    again._step._plans._costs = step._step._plans._costs
     for _ in range(3):
         again(x)
-        assert again._step._search is None
+        assert again._step._improving.search is None
     assert again.plan is not None and again.plan.predicted_seconds == better[-1].predicted_seconds
 
 
@@ -216,21 +216,21 @@ class Endless:
 
 def test_one_search_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr(_step, "Search", Endless)
+    monkeypatch.setattr(_improving, "Search", Endless)
     monkeypatch.setattr(Endless, "begun", [])
     step = rematerialize(net(), budget=0.5, background=True, cost_model="roofline:A100-40")
     for length in (256, 320, 384, 256):
         step(torch.randn(length, 64)).square().mean().backward()
     first, second, _ = step.plans
     assert Endless.begun == [first]
-    search, _ = step._step._search
+    search, _ = step._step._improving.search
     search.running = False  # it came to its end
     for length in (256, 320):
         step(torch.randn(length, 64)).square().mean().backward()
     assert Endless.begun == [first, second]
     assert not PlanCache().path(first.graph, first.budget_bytes, step._step.config).exists()  # it was not completed
     step.close()
-    assert step._step._search is None and not step._step._to_search
+    assert step._step._improving.search is None and not step._step._improving.waiting
 
 
 def test_a_copy_is_captured_anew_and_trains_its_own_weights() -> None:
@@ -266,8 +266,8 @@ def test_training_goes_on_when_the_process_is_killed(
 
     def between(number: int) -> None:
         if number == 2:
-            assert step._step._search is not None
-            search, _ = step._step._search
+            assert step._step._improving.search is not None
+            search, _ = step._step._improving.search
             assert search._process is not None
             search._process.kill()
             search._process.wait()
@@ -313,7 +313,7 @@ def test_the_callback_ends_the_search_with_the_fit(tmp_path: Path) -> None:
     )  # fmt: skip
     seen: list[Search] = []
     module.on_train_batch_end = lambda *_: seen.extend(  # type: ignore[method-assign]
-        [callback._step._search[0]] if callback._step._search else []
+        [callback._step._improving.search[0]] if callback._step._improving.search else []
     )
     trainer.fit(module, torch.utils.data.DataLoader(torch.randn(64, 64), batch_size=16))
     assert callback.failures == () and sum(callback.runs) == 4

@@ -17,8 +17,8 @@ import torch
 from lightning_remat import InfeasibleBudgetError, rematerialize
 from lightning_remat._profiler import profiler_running
 from lightning_remat.measure import held_bytes, peak_memory, track_peak
-from lightning_remat.planner import _beside, _make
-from lightning_remat.runtime import _step
+from lightning_remat.planner import _make
+from lightning_remat.runtime import _measured_step, _measuring
 from tests.helpers.training import assert_same
 
 MIB = 2**20
@@ -183,14 +183,14 @@ def test_a_step_that_another_measurement_cuts_short_counts_as_unmeasured(monkeyp
     module = network(64, 3)
     step = rematerialize(module, budget=0.7, cost_model="unit", solver="greedy")
     x = torch.randn(64, 64)
-    made: list[_step.MeasuredStep] = []
+    made: list[_measured_step.MeasuredStep] = []
 
-    class Noted(_step.MeasuredStep):
+    class Noted(_measured_step.MeasuredStep):
         def __init__(self, device: torch.device) -> None:
             super().__init__(device)
             made.append(self)
 
-    monkeypatch.setattr(_step, "MeasuredStep", Noted)
+    monkeypatch.setattr(_measuring, "MeasuredStep", Noted)
     of_pairs(step(x)).backward()
     between = step(x)
     assert len(made) == 1
@@ -240,16 +240,16 @@ def test_steps_are_measured_no_more_than_so_often(monkeypatch: pytest.MonkeyPatc
     torch._dynamo.reset()
     begun = []
 
-    class Counted(_step.MeasuredStep):
+    class Counted(_measured_step.MeasuredStep):
         def __init__(self, device: torch.device) -> None:
             begun.append(device)
             super().__init__(device)
 
-    monkeypatch.setattr(_step, "MeasuredStep", Counted)
+    monkeypatch.setattr(_measuring, "MeasuredStep", Counted)
     module, x = network(64, 8), torch.randn(1024, 64)
     call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=2.0)
     steps(call, module, x, of_pairs, 8)
-    assert 1 <= len(begun) <= _step.MEASURED
+    assert 1 <= len(begun) <= _measuring.MEASURED
 
 
 def update_something() -> None:
@@ -304,7 +304,7 @@ def test_where_no_backward_comes_the_measuring_ends() -> None:
     call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=2.0)
     of_pairs(call(x)).backward()
     call(x)
-    for _ in range(_beside.MOST_UPDATES - 1):
+    for _ in range(_measured_step.MOST_UPDATES - 1):
         update_something()
         assert profiler_running()
     update_something()

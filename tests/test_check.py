@@ -23,12 +23,13 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_remat import RematWarning, check
 from lightning_remat.callbacks import RematCallbackConfig
 from lightning_remat.callbacks.training_step import TrainingStep
+from lightning_remat.capture._joint import module_path
 from lightning_remat.capture._torch import Exchange, in_backward
 from lightning_remat.errors import ConfigError, InfeasibleBudgetError
 from lightning_remat.exactness import Cause, FirstDifference, Kind, State, Verdict
 from lightning_remat.exactness import _advice as advice
 from lightning_remat.exactness._bits import differing, digest, same_bits, sum_of_words
-from lightning_remat.runtime import _step
+from lightning_remat.runtime import _backend, _graph
 from lightning_remat.strategies import RematStrategy
 from tests.helpers.failing import failing
 from tests.helpers.training import Classifier, assert_clean, assert_same, callback, fit, loader, network
@@ -222,16 +223,17 @@ def wrong_tanh_backward(gradient: torch.Tensor, output: torch.Tensor, **over: to
 
 def planting(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     """What is lowered for one module's tanh has a wrong gradient."""
-    lower = _step.lower
+    lower = _backend.lower
 
     def lowered(*args, **kwargs):
         modules = lower(*args, **kwargs)
         for node in modules.backward.graph.nodes:
-            if node.target in TANH_BACKWARD and _step.module_path(node) == module:
+            if node.target in TANH_BACKWARD and module_path(node) == module:
                 node.target = wrong_tanh_backward
         return modules
 
-    monkeypatch.setattr(_step, "lower", lowered)
+    for place in (_backend, _graph):
+        monkeypatch.setattr(place, "lower", lowered)
 
 
 def test_a_wrong_gradient_is_found_and_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

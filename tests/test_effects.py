@@ -14,7 +14,7 @@ from torch import nn
 from lightning_remat import RematWarning, rematerialize
 from lightning_remat.callbacks import RematCallback
 from lightning_remat.graph import Phase
-from lightning_remat.runtime import _step
+from lightning_remat.runtime import _captures
 from tests.helpers.asserting import asserted, asserted_without_words
 from tests.helpers.training import Classifier, assert_same, fit, loader
 
@@ -316,7 +316,7 @@ def test_a_check_of_the_backward_fails_in_the_backward() -> None:
 
 
 def test_with_sizes_that_vary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_step, "STATIC_CAPTURES", 1)
+    monkeypatch.setattr(_captures, "STATIC_CAPTURES", 1)
 
     def effect(net: Net, x: torch.Tensor) -> None:
         torch.ops.aten.sym_constrain_range(x.shape[0], min=1, max=None)
@@ -334,7 +334,7 @@ def test_with_sizes_that_vary(monkeypatch: pytest.MonkeyPatch) -> None:
         results.append(list(seen))
     assert results[0] == results[1] and len(seen) == 3 * LAYERS
     assert not call.failures
-    assert any(graph.sized is not None for graph in call._step._graphs)
+    assert any(graph.sized is not None for graph in call._step._plans.graphs)
 
 
 def test_nothing_that_acts_is_dropped_where_nothing_has_a_gradient() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from lightning_remat import rematerialize
 from lightning_remat.measure import held_bytes, peak_memory
-from lightning_remat.runtime import _step
+from lightning_remat.runtime import _plans
 from lightning_remat.schedule import Compute
 
 
@@ -52,7 +52,7 @@ def test_a_wide_layers_gradient_waits_for_the_activations_to_go(
         module = copy.deepcopy(original)
         with monkeypatch.context() as patch:
             if not late:
-                patch.setattr(_step, "with_late_gradients", lambda captured: captured)
+                patch.setattr(_plans, "with_late_gradients", lambda captured: captured)
             # At the smallest peak a solver may find by itself that the gradient can wait: without, it is not scheduled.
             step = rematerialize(module, budget=budget if late else 1.0, old_gradients=False, time_limit=3.0)
             assert all(map(torch.equal, expected, steps(step, module, images)))

@@ -15,8 +15,8 @@ from torch import nn
 from lightning_remat import Rematerialized, rematerialize
 from lightning_remat.capture import _torch as internals
 from lightning_remat.runtime import _sized_plans
+from lightning_remat.runtime._captures import STATIC_CAPTURES
 from lightning_remat.runtime._recent import Recent
-from lightning_remat.runtime._step import STATIC_CAPTURES
 
 SHORTEST = 17
 
@@ -70,8 +70,8 @@ def ours() -> int:
 
 def sized(step: Rematerialized) -> Any:
     """What holds the plans of the one graph with symbolic sizes."""
-    *_, graph = step.scheduled._graphs
-    assert len(step.scheduled._graphs) == STATIC_CAPTURES + 1 and graph.sized is not None
+    *_, graph = step.scheduled._plans.graphs
+    assert len(step.scheduled._plans.graphs) == STATIC_CAPTURES + 1 and graph.sized is not None
     return graph.sized
 
 
@@ -106,7 +106,7 @@ def test_what_is_forgotten_is_found_again(monkeypatch: pytest.MonkeyPatch, share
     trained(pair, 12, 12)
     assert len(pair.step.plans) == plans == len(pair.step.runs) and sum(pair.step.runs) == 42
     assert len(sized(pair.step)._known) == 3 and len(sized(pair.step)._costs) == 2
-    assert len(pair.step.scheduled._graphs[-1].exchange._versions) <= 2
+    assert len(pair.step.scheduled._plans.graphs[-1].exchange._versions) <= 2
     pair.assert_same()
 
 

@@ -86,7 +86,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> Callable[[int], list[str]]:
 def captured_graph(function: Callable[..., Any], *inputs: torch.Tensor) -> CapturedGraph:
     step = rematerialize(function, budget=1.0, cost_model="unit")
     step(*inputs).sum().backward()
-    return step._step._graphs[0].captured
+    return step._step._plans.graphs[0].captured
 
 
 def call_of(captured: CapturedGraph, target: str) -> OpCall:

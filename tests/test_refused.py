@@ -13,7 +13,7 @@ from lightning_remat import RematWarning, rematerialize
 from lightning_remat.errors import ScheduleError
 from lightning_remat.graph import ComputationGraph, Op, Phase, Tensor, TensorRole
 from lightning_remat.planner import RematConfig, _make, _plan_cache, make_plan
-from lightning_remat.runtime import _step
+from lightning_remat.runtime import _plans
 from lightning_remat.schedule import verify
 from lightning_remat.solvers import Problem, _auto, solve
 from tests.helpers.graphs import unit_chain
@@ -173,7 +173,7 @@ def test_what_is_refused_of_a_plan_for_several_graphs_leaves_that_of_each(monkey
     def refused(*_: Any, **__: Any) -> Any:
         raise ScheduleError("step 6 (view_1)")
 
-    monkeypatch.setattr(_step, "plan_together", refused)
+    monkeypatch.setattr(_plans, "plan_together", refused)
     call = trains_as_eager(Net(breaks=True), budget=0.6)
     assert call.runs == (3, 3)
     assert any(plan.rematerializes for plan in call.plans)

@@ -26,8 +26,8 @@ from lightning_remat.capture import _torch as internals
 from lightning_remat.errors import BudgetError, ConfigError
 from lightning_remat.lowering import read_again
 from lightning_remat.planner import RematWarning
-from lightning_remat.runtime import _step
-from lightning_remat.runtime._step import MOST_CAPTURES
+from lightning_remat.runtime import _plans
+from lightning_remat.runtime._captures import MOST_CAPTURES
 
 Forward = Callable[..., torch.Tensor]
 
@@ -690,7 +690,7 @@ def test_only_buffers_are_copied_to_see_whether_they_move(monkeypatch: pytest.Mo
     for _ in range(4):
         call(x).backward()
     assert call.plan.rematerializes
-    again = read_again(call._step._graphs[0].captured, call.plan.schedule)
+    again = read_again(call._step._plans.graphs[0].captured, call.plan.schedule)
     assert len(again) > 1
     assert copied == [module.shift.shape] * 2
 
@@ -699,8 +699,8 @@ def test_only_buffers_are_copied_to_see_whether_they_move(monkeypatch: pytest.Mo
 def test_the_garbage_collector_is_as_it_was(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is off while torch traces, and as it was during planning and afterwards, whatever is raised."""
     during: list[bool] = []
-    original = _step.ScheduledStep._plan
-    monkeypatch.setattr(_step.ScheduledStep, "_plan", lambda *a: during.append(gc.isenabled()) or original(*a))
+    original = _plans.Plans.first
+    monkeypatch.setattr(_plans.Plans, "first", lambda *a: during.append(gc.isenabled()) or original(*a))
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:

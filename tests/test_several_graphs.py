@@ -11,7 +11,7 @@ import torch
 
 from lightning_remat import InfeasibleBudgetError, rematerialize
 from lightning_remat.measure import held_bytes, peak_memory
-from lightning_remat.runtime import _step
+from lightning_remat.runtime import _paths
 
 
 class Broken(torch.nn.Module):
@@ -201,7 +201,7 @@ def test_what_is_handed_on_counts_once() -> None:
 def test_too_many_ways_are_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    monkeypatch.setattr(_step, "MOST_PATHS", 1)
+    monkeypatch.setattr(_paths, "MOST_PATHS", 1)
     module, x = Broken(3), torch.randn(512, 128)
     call = rematerialize(module, budget=0.4, cost_model="unit", time_limit=1.5)
     with caplog.at_level(logging.WARNING, "lightning_remat"):

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from lightning_remat import InfeasibleBudgetError, rematerialize
 from lightning_remat.measure import held_bytes, peak_memory
+from lightning_remat.runtime._captures import STATIC_CAPTURES
 from lightning_remat.runtime._sized_plans import STEPS_A_DOUBLING, rounded_up
-from lightning_remat.runtime._step import STATIC_CAPTURES
 from tests.helpers.training import Classifier, callback, compare
 
 LENGTHS = (17, 40, 19, 33, 64, 21, 48, 32, 57, 36, 25, 63)
@@ -86,7 +86,7 @@ def compared(module: nn.Module, batches: Sequence[torch.Tensor], **options: Any)
 
 
 def graphs(step: Any) -> int:
-    return len(step._step._graphs)
+    return len(step._step._plans.graphs)
 
 
 @pytest.mark.parametrize("budget", [1.0, 0.5])

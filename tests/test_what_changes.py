@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lightning_remat import RematWarning, rematerialize
-from lightning_remat.runtime._step import MOST_CAPTURES
+from lightning_remat.runtime._captures import MOST_CAPTURES
 from tests.test_beside import measured
 
 WIDTH = 32

@@ -1,0 +1,286 @@
+"""Dynamo's backend: a graph that it has captured is planned, and handed back as what runs it so."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from lightning_remat._blocks import block_bytes
+from lightning_remat.capture import PARTS, Autocast, CapturedGraph, from_joint, name_assertions, same_device, stays
+from lightning_remat.capture import _torch as internals
+from lightning_remat.capture._autocast import cast_arguments
+from lightning_remat.capture._checkpoints import checkpoints, refuse_other_second_evaluations
+from lightning_remat.capture._inference import refuse_inference_mode
+from lightning_remat.capture._ports import hands_on_views_alone, with_ports
+from lightning_remat.capture._sums import (
+    Sums,
+    differentiable_views,
+    mark_sums,
+    opened,
+    refuse_written_views,
+    split_sums,
+)
+from lightning_remat.capture._tangents import Layouts
+from lightning_remat.errors import CaptureError, GraphError, RematError, ScheduleError
+from lightning_remat.graph import ComputationGraph
+from lightning_remat.lowering import lower, without_tangents
+from lightning_remat.planner._device_memory import DeviceMemory
+from lightning_remat.planner._surroundings import Surroundings
+from lightning_remat.runtime._accumulate import Accumulator
+from lightning_remat.runtime._arrivals import Arrivals
+from lightning_remat.runtime._graph import Graph
+from lightning_remat.runtime._moving import MovingBuffers
+from lightning_remat.runtime._running import Runner, Step
+from lightning_remat.runtime._sized_plans import rounded_up
+
+
+class NoSymbols(BaseException):
+    """A capture with symbolic sizes came to nothing, for this reason, before anything of the call has run."""
+
+
+class Stop(BaseException):
+    """Carries one of our errors through Dynamo, which would otherwise swallow it and run the frame as before."""
+
+    def __init__(self, error: RematError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Backend:
+    """Given to Dynamo for one function.
+
+    Args:
+        function: what is captured.
+        step: the step that its graphs are parts of.
+        accumulates: asked when a graph is captured: whether its backward may add gradients to those at hand itself.
+        shared: what a call reads may be read outside of it too, before the backward (see `ScheduledStep`).
+    """
+
+    def __init__(self, function: Callable[..., Any], step: Step, accumulates: Callable[[], bool], shared: bool) -> None:
+        self.function, self.step, self.accumulates, self.shared = function, step, accumulates, shared
+
+    def __call__(
+        self, module: torch.fx.GraphModule, inputs: Sequence[Any], symbolic: bool, code: types.CodeType | None
+    ) -> Callable[..., Any]:
+        """What runs a graph.
+
+        Args:
+            module: the graph, as Dynamo found it.
+            inputs: example arguments.
+            symbolic: whether sizes may be symbols.
+            code: of the frame that it was found in.
+
+        Raises:
+            NoSymbols: a kind of signal, when the call is to be captured again without symbols.
+            Stop: with the error that ends the user's call.
+        """
+        self.step.measuring.give_way()  # measuring the costs of what is captured needs what measures a step
+        internals.guard_on_gradients(inputs)
+        in_checkpoints = checkpoints(module)
+        name_assertions(module)
+        if self.step.reasons.gave_up:  # in the midst of a call
+            if in_checkpoints:
+                raise CaptureError("the rest of a call that runs as before")
+            return module.forward
+        if hands_on_views_alone(module) and not in_checkpoints:
+            return module.forward
+        if internals.sizes_from_floats(module):  # a plan is one for sizes that are known
+            internals.floats_as_constants(module)
+        self.step.plans.progress("capturing")
+        try:
+            return _Handed(self, module, inputs, symbolic, code, in_checkpoints).captured()
+        except Exception as error:  # whatever torch raises: the graph runs as before, and the reason is said
+            internals.floats_as_constants(module)
+            reason = f"{type(error).__name__}: {error}"
+            if symbolic and not self.step.call.ran:
+                raise NoSymbols(reason) from error
+            if in_checkpoints:  # run from here, they would be none, and draw other numbers
+                self.step.reasons.give_up(reason)
+                raise
+            self.step.reasons.failed(reason, error)
+            return module.forward
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reading:
+    """How a graph's joint graph is read, each time that it is traced; holds nothing of what the graph was captured with.
+
+    Attributes:
+        draws_anew: a checkpoint in it draws other random numbers when it is evaluated again.
+        given_views: the arguments that are views which autograd knows.
+        parameters: for each argument, whether it is one.
+        last: it is the last that the function runs: what it reads several times, it alone reads, as far as it knows.
+    """
+
+    name: str
+    draws_anew: bool
+    given_views: Any
+    parameters: list[bool]
+    autocast: Autocast
+    accumulator: Accumulator | None
+    last: bool
+    shared: bool
+
+    def read(
+        self,
+        joint: torch.fx.GraphModule,
+        _joint_inputs: Any,
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: Sequence[int] | None = None,
+        **_: Any,
+    ) -> tuple[CapturedGraph, Sums]:
+        """AOTAutograd's joint graph, read, and the gradients that autograd adds up."""
+        refuse_other_second_evaluations(joint.graph, self.draws_anew)
+        refuse_written_views(joint.graph, num_fwd_outputs, self.given_views)
+        sums: Sums = {}
+        if self.accumulator is None and not self.last:
+            sums = split_sums(joint.graph, num_fwd_outputs)
+        elif self.shared:
+            sums = mark_sums(joint.graph, num_fwd_outputs)
+        captured = from_joint(
+            joint,
+            num_fwd_outputs,
+            static_inputs=static_lifetime_input_indices or (),
+            parameters=self.parameters,
+            name=self.name,
+            autocast=self.autocast,
+            hand_over=self.accumulator.hand_over if self.accumulator is not None else None,
+        )
+        return captured, sums
+
+    def again(self, frame: internals.Frame, sums: Sums, layouts: Layouts) -> CapturedGraph:
+        """The graph, traced once more for gradients that lie so."""
+        captured: CapturedGraph
+        captured, others = frame.joint(layouts, self.read)
+        if others != sums:
+            raise CaptureError("the gradients that are added up in it are others then")
+        return captured
+
+
+@dataclasses.dataclass
+class _Planned:
+    """What the partition of a joint graph found."""
+
+    captured: CapturedGraph
+    problem: ComputationGraph
+    around: Surroundings
+    memory: DeviceMemory | None
+    number: int
+    buffers: MovingBuffers
+
+
+class _Handed:
+    """One graph that Dynamo hands over, on its way to a `Graph`; nothing keeps it, since it holds the inputs."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        module: torch.fx.GraphModule,
+        inputs: Sequence[Any],
+        symbolic: bool,
+        code: types.CodeType | None,
+        in_checkpoints: Sequence[torch.fx.Node],
+    ) -> None:
+        self._step, self._shared = backend.step, backend.shared
+        self._module, self._inputs, self._code = module, inputs, code
+        self._in_checkpoints = in_checkpoints
+        self._whole = internals.is_whole_function(module, inputs)
+        self._reading = _Reading(
+            backend.step.reasons.name,
+            draws_anew=any(node.kwargs.get("preserve_rng_state", True) is False for node in in_checkpoints),
+            given_views=differentiable_views(inputs),
+            parameters=[isinstance(value, torch.nn.Parameter) for value in inputs],
+            autocast=Autocast.around(module),
+            accumulator=Accumulator(inputs) if backend.accumulates() and self._whole else None,
+            last=internals.ends_function(module, code, backend.function),
+            shared=backend.shared,
+        )
+        ported, self._views = with_ports(module)
+        self._frame = internals.Frame(ported, PARTS, symbolic, stays)
+        self._weights: dict[int, int] = {}
+        self._sums: Sums = {}
+        self._casts: frozenset[int] = frozenset()
+        self._planned: _Planned | None = None
+
+    def captured(self) -> Callable[..., Any]:
+        """What runs it, planned where anything in it needs a gradient."""
+        refuse_inference_mode(self._module.graph)
+        compiled, exchange = self._frame.compiled(self._inputs, self._partition)
+        if self._planned is None:
+            return compiled
+        exchange.without = without_tangents
+        if self._reading.last and self._sums:
+            exchange.opened = functools.partial(opened, sums=self._sums)
+            exchange.summed = {first: others for first, *others in self._sums.values()}
+        graph = self._graph(self._planned, exchange)
+        return Runner(graph, compiled, self._step, self._sums, self._casts, self._views).run
+
+    def _partition(self, joint: torch.fx.GraphModule, joint_inputs: Any, **described: Any) -> internals.Modules:
+        """AOTAutograd's joint graph becomes the modules that run it as planned."""
+        if self._shared or not self._whole:
+            self._casts = cast_arguments(joint.graph, self._reading.autocast)
+        captured, self._sums = self._reading.read(joint, joint_inputs, **described)
+        # Dynamo's module holds the parameters of an optimizer that a step asks.
+        for value in (*self._inputs, *self._module.parameters()):
+            if isinstance(value, torch.nn.Parameter) and value.requires_grad:
+                here = same_device(value.device, captured.device)
+                self._weights[id(value)] = block_bytes(value.nbytes, value.device.type) if here else 0
+        if captured.symbols:
+            sizes = (captured.sizes.values[symbol] for symbol in captured.symbols)
+            limits = captured.size_limits()
+            captured = captured.at([rounded_up(n, most) for n, most in zip(sizes, limits, strict=True)])
+        buffers = MovingBuffers(captured, self._inputs, self._step.call.batch)
+        if self._whole and not captured.symbols:
+            buffers.planned_bytes = buffers.most_bytes
+        try:
+            with internals.real_tensors(), internals.collected():
+                captured, problem, plan, around, memory = self._step.plans.first(
+                    captured, self._weights, self._whole, buffers.planned_bytes
+                )
+        except (ScheduleError, GraphError):  # a defect: nothing of it may reach the user's step
+            raise
+        except RematError as error:
+            raise Stop(error) from error
+        number = self._step.plans.number_of(plan)
+        self._planned = _Planned(captured, problem, around, memory, number, buffers)
+        summands = 0 if self._reading.last else sum(len(positions) - 1 for positions in self._sums.values())
+        return dataclasses.replace(lower(captured, plan.schedule), summands=summands)
+
+    def _graph(self, planned: _Planned, exchange: internals.Exchange) -> Graph:
+        plans, captured, number = self._step.plans, planned.captured, planned.number
+        schedule = plans.all[number].schedule
+        planned.buffers.add(number, captured, schedule)
+        arrivals = Arrivals(exchange, functools.partial(self._reading.again, self._frame, self._sums))
+        arrivals.add(0, captured, schedule)
+        graph = Graph(
+            captured,
+            planned.problem,
+            self._weights,
+            planned.around,
+            planned.memory,
+            exchange,
+            versions={number: 0},
+            plan=number,
+            buffers=planned.buffers,
+            arrivals=arrivals,
+            code=self._code,
+            plainly=None if self._in_checkpoints else self._module.forward,
+            accumulator=self._reading.accumulator,
+            whole=self._whole,
+        )
+        self._step.call.captured.append(number)
+        with internals.real_tensors():
+            plans.tell(plans.all[number])
+        if captured.symbols:
+            symbols = [internals.expression(value) for value in self._inputs]
+            graph.arguments = tuple(symbols.index(symbol) for symbol in captured.symbols)
+            graph.sized = plans.of_sizes(graph, captured, number)
+        plans.graphs.append(graph)
+        return graph

@@ -1,0 +1,76 @@
+"""One call of a step: what it is given, and what it has run so far."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lightning_remat.capture import _torch as internals
+from lightning_remat.runtime._graph import Graph, Path
+
+Shapes = tuple[tuple[tuple[int, ...], torch.dtype, torch.device, bool], ...]
+"""Shape, dtype, device and ``requires_grad`` of every tensor that a call is given."""
+
+
+class Call:
+    """The present call, or the last one as long as no other has begun.
+
+    Attributes:
+        shapes: of what it is given.
+        batch: ids of the tensors that it is given.
+        number: how many calls of these shapes there have been, this one included.
+        began: in seconds since the epoch.
+        ran: the captured graphs that it has run so far, each with the number of its plan.
+        captured: numbers of the plans of what was captured in it, old ones too.
+        nodes: of autograd's graph, made by its graphs.
+    """
+
+    def __init__(self) -> None:
+        self.shapes: Shapes = ()
+        self.batch: frozenset[int] = frozenset()
+        self.number = 0
+        self.began = 0.0
+        self.ran: list[tuple[Graph, int]] = []
+        self.captured: list[int] = []
+        self.nodes: set[Any] = set()
+
+    def begin(self, leaves: Sequence[torch.Tensor]) -> None:
+        """The next one, given these."""
+        self.shapes = shapes_of(leaves)
+        self.batch = frozenset(map(id, leaves))
+        self.began = time.time()
+        self.ran.clear()
+        self.captured.clear()
+        self.nodes.clear()
+
+    @property
+    def path(self) -> Path:
+        """The graphs that it has run so far."""
+        return tuple(graph for graph, _ in self.ran)
+
+
+def shapes_of(leaves: Sequence[torch.Tensor]) -> Shapes:
+    """`Shapes` of a call that is given these."""
+    return tuple((tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad) for leaf in leaves)
+
+
+def alike_but_for_sizes(one: Shapes, other: Shapes) -> bool:
+    """Whether two calls differ in the sizes of their dimensions at most."""
+    return [(len(shape), *rest) for shape, *rest in one] == [(len(shape), *rest) for shape, *rest in other]
+
+
+def varying(shapes: Shapes, known: Sequence[Shapes]) -> list[tuple[int, ...]]:
+    """For each tensor, the dimensions in which it differs from those of calls that are otherwise alike."""
+    found = []
+    for i, (shape, *_) in enumerate(shapes):
+        found.append(tuple(d for d in range(len(shape)) if any(other[i][0][d] != shape[d] for other in known)))
+    return found
+
+
+def leaves_a_loss_to_do(result: Any) -> bool:
+    """Whether a loss has yet to be computed from what a call returns, before its backward begins."""
+    differentiable = [one for one in internals.tensor_leaves(result) if one.requires_grad]
+    return bool(differentiable) and all(one.numel() > 1 for one in differentiable)

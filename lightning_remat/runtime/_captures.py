@@ -1,0 +1,231 @@
+"""The frames of a function that Dynamo captures: for each set of shapes on its own, or once with symbols for sizes that vary.
+
+What is captured over and over for the same shapes depends on a value that always changes: it is left alone, or the step is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from lightning_remat.capture import _torch as internals
+from lightning_remat.capture._buffers import buffers_are_known
+from lightning_remat.capture._compiled import compiled_stays, is_compiled, name_of
+from lightning_remat.capture._constants import constants_are_known
+from lightning_remat.capture._early import Early
+from lightning_remat.capture._hook_order import hooks_in_order
+from lightning_remat.capture._masks import masks_as_in_eager_mode
+from lightning_remat.capture._messages import messages_stay
+from lightning_remat.capture._numpy import numpy_as_constants
+from lightning_remat.runtime._call import Call, Shapes, alike_but_for_sizes, varying
+from lightning_remat.runtime._graph import Graph
+from lightning_remat.runtime._reasons import Reasons
+from lightning_remat.runtime._recent import Recent
+
+log = logging.getLogger(__name__)
+
+STATIC_CAPTURES = 3
+"""Sets of shapes that are captured each on its own; the next is captured with symbols for the sizes that vary."""
+
+MANY_CAPTURES = 16
+"""Captures of different shapes after which a person should know what they cost."""
+
+MOST_CAPTURES = 4
+"""Captures for the same shapes before the step is taken to depend on something that always changes."""
+
+MOST_LEFT = 4
+"""Times that functions which are captured over and over are left alone, and the rest of the step stays planned."""
+
+Backend = Callable[[torch.fx.GraphModule, Sequence[Any], bool, types.CodeType | None], Callable[..., Any]]
+"""Given a module that Dynamo has captured, its inputs, whether sizes are symbolic, and the frame's code: what runs it."""
+
+
+class Captures:
+    """What runs a function: the frame that is captured for given shapes, and why it is captured no more.
+
+    Args:
+        function: what is captured.
+        backend: given what Dynamo hands over.
+        call: the present one.
+        reasons: told why something is not captured.
+        dynamic_sources: gives the inputs that may change without a new capture, in Dynamo's words (``"L['batch_idx']"``).
+
+    Attributes:
+        early: tensors that are computed before the function runs, and given to it.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        backend: Backend,
+        call: Call,
+        reasons: Reasons,
+        dynamic_sources: Callable[[], str],
+    ) -> None:
+        self.early = Early(function, self._found_early)
+        self._code: types.CodeType | None = None  # of the frame that is captured at the moment
+        self._function, self._backend = function, backend
+        self._call, self._reasons = call, reasons
+        self._dynamic_sources = dynamic_sources
+        self._floats = internals.VaryingFloats()
+        self._compiled: dict[int, Any] = {}  # what the user has compiled, and tracing has met
+        self._told_compiled = False
+        self._static_shapes: Recent[Shapes, None] = Recent()
+        self._captures: Recent[Shapes, int] = Recent()
+        self._calls: Recent[Shapes, int] = Recent()
+        self._captured_sets = 0
+        self._left_codes: set[types.CodeType] = set()  # of frames that are not captured any more
+        self._times_left = 0
+        self._static: Callable[..., Any]
+        self._symbolic: Callable[..., Any] | None
+        self._compile(symbolic=True)
+        if is_compiled(function):
+            reasons.give_up(
+                "it was compiled with torch.compile as a whole, and your compiler runs it; give the plain function or module "
+                "to have it planned"
+            )
+
+    def _compile(self, symbolic: bool) -> None:
+        self._static = self._compiled_with(symbolic=False)
+        self._symbolic = self._compiled_with(symbolic=True) if symbolic else None
+
+    def _compiled_with(self, symbolic: bool) -> Callable[..., Any]:
+        # Dynamo keeps what it captured for the same backend, and methods of one object are the same.
+        backend = functools.partial(self._hand_over, symbolic=symbolic)
+        return internals.compile_frame(self._function, backend, self._tracing, self._left_codes, symbolic=symbolic)
+
+    def _hand_over(self, module: torch.fx.GraphModule, inputs: Sequence[Any], symbolic: bool) -> Callable[..., Any]:
+        return self._backend(module, inputs, symbolic, self._code)
+
+    def anew(self) -> None:
+        """What is called from now on is captured anew."""
+        self._compile(symbolic=self._symbolic is not None)
+
+    def chosen(
+        self, leaves: Sequence[torch.Tensor]
+    ) -> tuple[Callable[..., Any], bool, list[tuple[torch.Tensor, tuple[int, ...]]]]:
+        """What runs the present call, whether that has symbols for sizes, and the tensors and dimensions that these are of."""
+        shapes = self._call.shapes
+        self._call.number = self._calls[shapes] = (self._calls.get(shapes) or 0) + 1
+        if shapes in self._static_shapes or self._symbolic is None:
+            self._static_shapes[shapes] = None
+            return self._static, False, []
+        alike = [known for known in self._static_shapes if alike_but_for_sizes(known, shapes)]
+        if len(alike) < STATIC_CAPTURES:
+            self._static_shapes[shapes] = None
+            return self._static, False, []
+        return self._symbolic, True, list(zip(leaves, varying(shapes, alike), strict=True))
+
+    def known_static(self, shapes: Shapes) -> None:
+        """These shapes are captured on their own."""
+        self._static_shapes[shapes] = None
+
+    def without_symbols(self, reason: str) -> None:
+        """From now on each set of shapes is captured on its own."""
+        self._symbolic = None
+        name = self._reasons.name or "the step"
+        log.info("%s is captured for each set of shapes on its own: with symbolic sizes, %s", name, reason)
+
+    def _found_early(self, tensor: torch.Tensor) -> None:
+        """While a call is captured: a tensor that is computed before the step, and given to it from now on."""
+        self._call.batch |= {id(tensor)}
+
+    @contextlib.contextmanager
+    def _tracing(self, code: types.CodeType) -> Iterator[None]:
+        """Open while Dynamo captures a frame of the function, and what it hands over is planned."""
+        around, self._code = self._code, code
+        with (
+            internals.tracing(self._dynamic_sources(), self._floats),
+            masks_as_in_eager_mode(),
+            buffers_are_known(),
+            hooks_in_order(),
+            numpy_as_constants(),
+            constants_are_known(),
+            messages_stay(),
+            self.early.found(),
+            compiled_stays(lambda called: self._compiled.update({id(called): called})),
+        ):
+            try:
+                yield
+            finally:
+                self._code = around
+
+    # -- what stays as it is ------------------------------------------------------------------------------------------
+
+    def tell_compiled(self) -> None:
+        """Say once what the user has compiled and the step calls: it is not planned."""
+        if not self._compiled or self._told_compiled:
+            return
+        self._told_compiled = True
+        names = list(dict.fromkeys(map(name_of, self._compiled.values())))
+        verb, stay = ("was", "stays") if len(names) == 1 else ("were", "stay")
+        rest = "the rest is planned in parts" if self._call.ran else "and nothing around it can be planned"
+        self._reasons.failed(
+            f"{' and '.join(names)} {verb} compiled with torch.compile and {stay} so: your compiler runs it, what it holds for "
+            f"the backward is outside of the plan and the budget, {rest}. To have the whole step planned, compile nothing "
+            "inside of it"
+        )
+
+    def left_out(self, graphs: Iterable[Graph], parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[str]:
+        """See `ScheduledStep.left_out`."""
+        known = {key for graph in graphs for key in (*graph.weights, *graph.read)}
+        known |= {
+            id(p) for one in self._compiled.values() if isinstance(one, torch.nn.Module) for p in one.parameters()
+        }
+        return [name for name, p in parameters if p.grad is not None and id(p) not in known]
+
+    def again(self, shapes: Shapes) -> str:
+        """Count that a call of these shapes has captured something; says what it depends on, where that happens too often."""
+        self._captures[shapes] = captures = (self._captures.get(shapes) or 0) + 1
+        self._captured_sets += 1
+        if self._captured_sets == MANY_CAPTURES:
+            log.warning(
+                "%s was captured for %d different sets of shapes, which takes time: pad batches to fewer sizes if you can",
+                self._reasons.name or "the step",
+                MANY_CAPTURES,
+            )
+        if captures <= MOST_CAPTURES:
+            return ""
+        condition = internals.recapture_reason(self._call.began)
+        words = f"this did not hold at last: {condition}" if condition else "such as a Python number"
+        return (
+            f"was captured {captures} times for the same shapes, because it depends on a value that changes from call "
+            f"to call ({words})"
+        )
+
+    def leave_what_changes(
+        self, shapes: Shapes, graphs: Sequence[Graph], new: Sequence[Graph], again: str
+    ) -> set[Graph]:
+        """Leave the functions alone that were captured anew in this call, if the step calls them and is none of them itself.
+
+        Args:
+            shapes: of the call.
+            graphs: all that were captured.
+            new: those that were captured in this call.
+            again: that they were captured again and again, in words.
+
+        Returns:
+            The graphs that run plainly from now on; none, where the rest of the step cannot stay planned.
+        """
+        codes = {graph.code for graph in new if graph.code is not None}
+        if not codes or self._times_left == MOST_LEFT or any(internals.is_code_of(c, self._function) for c in codes):
+            return set()
+        number = self._calls.get(shapes) or 0
+        left = {graph for graph in graphs if graph.code in codes and not graph.always_called(number)}
+        if any(graph.plainly is None for graph in left) or left.issuperset(self._call.path):
+            return set()
+        self._times_left += 1
+        self._left_codes |= codes
+        for graph in left:
+            graph.left = True
+        self._captures[shapes] = 0
+        names = sorted(f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})" for code in codes)
+        self._reasons.failed(f"{' and '.join(names)} {again}; what else the step does stays planned")
+        return left

@@ -1,0 +1,84 @@
+"""Cheaper plans, found beside the training: one search at a time, in a process of its own, swapped in between two steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from lightning_remat.budget import BudgetKind, parse_budget
+from lightning_remat.runtime._graph import Graph
+from lightning_remat.runtime._plans import Plans
+from lightning_remat.runtime._search import Search
+from lightning_remat.solvers import Status
+
+log = logging.getLogger(__name__)
+
+
+class Improving:
+    """The graphs whose plans a search may improve, and the search that runs.
+
+    Args:
+        plans: of all graphs.
+        name: of the step, for people.
+
+    Attributes:
+        search: the one that runs, and its graph.
+        waiting: graphs that are searched for after it.
+    """
+
+    def __init__(self, plans: Plans, name: str) -> None:
+        self._plans, self._name = plans, name
+        self.search: tuple[Search, Graph] | None = None
+        self.waiting: list[Graph] = []
+
+    def take(self) -> None:
+        """Between two steps: from the next forward on, run what was found."""
+        if self.search is None:
+            self._begin()
+            return
+        search, graph = self.search
+        solution = search.better()
+        plan = self._plans.all[graph.plan]
+        fits, footprint = False, None
+        if solution is not None and solution.schedule is not None and solution.seconds < plan.predicted_seconds:
+            fits, footprint = self._plans.as_allocated(graph.memory, plan.graph, solution.schedule, plan.budget_bytes)
+        if fits and solution is not None and solution.schedule is not None:
+            plan = dataclasses.replace(
+                plan,
+                schedule=solution.schedule,
+                predicted_peak_bytes=solution.peak_bytes,
+                predicted_seconds=solution.seconds,
+                solver=solution.method,
+                status=solution.status,
+                lower_bound_seconds=max(solution.lower_bound_seconds, plan.lower_bound_seconds),
+                bound_scope=solution.bound_scope,
+                solve_seconds=solution.solve_seconds,
+                notes=(*solution.notes, "found while training ran on an earlier plan"),
+                footprint=footprint,
+            )
+            graph.plan = self._plans.add(plan, graph)
+            log.info("%s: a cheaper plan from now on: %s", self._name or "captured graph", plan.summary())
+        if search.running:
+            return
+        self.search = None
+        if search.completed:  # the next run begins with the best, and does not search again
+            file = self._plans.cache.path(plan.graph, plan.budget_bytes, self._plans.config)
+            self._plans.cache.store(file, plan.solution(), plan.budget_bytes)
+
+    def _begin(self) -> None:
+        """Look for something cheaper than a plan, unless that was done in an earlier run."""
+        config = self._plans.config
+        while self.waiting and self.search is None:
+            graph = self.waiting.pop(0)
+            plan = self._plans.all[graph.plan]
+            known = self._plans.cache.path(plan.graph, plan.budget_bytes, config).exists()
+            smallest = parse_budget(config.budget).kind is BudgetKind.MIN
+            if plan.rematerializes and plan.status is not Status.OPTIMAL and not known and not smallest:
+                self.search = Search(plan, config), graph
+
+    def close(self) -> None:
+        """End what still searches; the plans at hand stay."""
+        if self.search is not None:
+            self.search[0].close()
+        self.search = None
+        self.waiting.clear()

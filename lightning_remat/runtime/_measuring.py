@@ -1,0 +1,162 @@
+"""Steps in which more runs than captured graphs: measured as a whole, and planned again with what was found beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from lightning_remat.budget import BudgetKind, parse_budget
+from lightning_remat.errors import InfeasibleBudgetError
+from lightning_remat.measure import held_bytes
+from lightning_remat.planner._beside import NOTHING_BESIDE, measured_beside, peak_beside
+from lightning_remat.report import format_bytes
+from lightning_remat.runtime._call import Call, Shapes, leaves_a_loss_to_do
+from lightning_remat.runtime._graph import Graph
+from lightning_remat.runtime._measured_step import MeasuredStep
+from lightning_remat.runtime._paths import Paths
+from lightning_remat.runtime._plans import Plans
+from lightning_remat.runtime._recent import Recent
+
+log = logging.getLogger(__name__)
+
+MEASURED = 3
+"""Steps of the same shapes that are measured, at most: planned again each time, until no more is found beside the plans."""
+
+SETTLED = 0.01
+"""Of a step's peak: what is found beside the plans is not planned for where it changes the peak by less, within the budget."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Measured:
+    """A call that is measured: its shapes, what is held when it begins, as far as that is known, and what it has run."""
+
+    step: MeasuredStep
+    shapes: Shapes
+    at_start_bytes: int
+    ran: list[tuple[Graph, int]] = dataclasses.field(default_factory=list)
+
+
+class Measuring:
+    """Which calls are measured, and what their measurement changes.
+
+    Args:
+        plans: of all graphs.
+        paths: that calls take through them.
+        call: the present one.
+        name: of the step, for people.
+        several_backwards: a call may be followed by several backwards: where it ends is not known, and nothing is measured.
+    """
+
+    def __init__(self, plans: Plans, paths: Paths, call: Call, name: str, several_backwards: bool) -> None:
+        self._plans, self._paths, self._call, self._name = plans, paths, call, name
+        self._several_backwards = several_backwards
+        self._wanted: Recent[Shapes, int] = Recent()  # how many more calls of these shapes
+        self._now: _Measured | None = None
+        self._left_anew = False
+
+    @property
+    def step(self) -> MeasuredStep | None:
+        """The present call, if it is measured."""
+        return self._now.step if self._now is not None else None
+
+    def left_anew(self) -> None:
+        """A part of the step is left alone from now on: what it holds is beside the graphs from the next call on."""
+        self._left_anew = True
+
+    def begin(self, leaves: Sequence[torch.Tensor]) -> None:
+        """A call begins; it is measured if that is wanted, and can be done on its device in this thread."""
+        shapes = self._call.shapes
+        if not self._wanted.get(shapes) or self._left_anew:
+            return
+        device = self._plans.graphs[-1].captured.device
+        if MeasuredStep.possible(device):
+            at_start = self._held_at_start() + held_bytes(leaves, device=device)
+            self._now = _Measured(MeasuredStep(device), shapes, at_start)
+
+    def returned(self, shapes: Shapes, result: Any) -> None:
+        """After a call: whether the next ones of these shapes are measured, since more than its graphs runs in a step."""
+        if self._now is not None:
+            if self._call.captured:  # capturing and planning take memory too
+                self.end()
+                self._now = None
+            else:
+                self._now.ran = list(self._call.ran)
+        elif self._call.captured or self._left_anew:
+            self._left_anew = self._left_anew and bool(self._call.captured)
+            if self._possible() and (len(self._call.ran) > 1 or leaves_a_loss_to_do(result)):
+                self._wanted[shapes] = MEASURED
+
+    def give_way(self) -> None:
+        """Something is to be captured or measured that needs what measures a step."""
+        if self._now is not None:
+            self._now.step.give_way()
+
+    def end(self) -> None:
+        """The backward of the last call is done: if it is measured, what comes until the next one is not part of it."""
+        if self._now is not None:
+            self._now.step.end()
+
+    def plan(self) -> None:
+        """Before a call: if the last one was measured, and held more or less than planned, plan what it ran again.
+
+        Raises:
+            InfeasibleBudgetError: when the budget that was given has no room for what was found.
+        """
+        self.end()
+        measured, self._now = self._now, None
+        if measured is None or not measured.ran:
+            return
+        shapes, path = measured.shapes, tuple(graph for graph, _ in measured.ran)
+        kept_free = path[0].around.kept_free_bytes
+        held = measured.step.held(len(path), measured.at_start_bytes, kept_free)
+        if held is None:  # another profiler runs, or another measurement ended this one
+            return
+        self._wanted[shapes] = (self._wanted.get(shapes) or 1) - 1
+        plans = [self._plans.all[number] for _, number in measured.ran]
+        known = [self._paths.planned_beside.get(number, NOTHING_BESIDE) for _, number in measured.ran]
+        found = tuple(map(measured_beside, plans, known, held))
+        before = max(plan.predicted_peak_bytes for plan in plans)
+        after = max(map(peak_beside, plans, known, found))
+        most = max(nbytes or 0 for one in held for nbytes in dataclasses.astuple(one))
+        settled = most <= plans[0].budget_bytes and abs(after - before) <= SETTLED * before
+        if settled or self._paths.another_begins_alike(shapes, path):
+            self._wanted[shapes] = 0
+            return
+        log.info("%s holds %+d bytes beside its plans: planned again", self._name or "the step", after - before)
+        self._paths.beside[shapes, path] = found
+        put_back = self._paths.forget_path(shapes, path)
+        try:
+            self._paths.plan_anew(shapes, path)
+        except InfeasibleBudgetError as error:
+            if parse_budget(self._plans.config.budget).kind is not BudgetKind.AUTO:
+                raise
+            # What was measured has run: the device has room for it, though not as much as was to be left free.
+            put_back()
+            self._wanted[shapes] = 0
+            self._paths.beside.keep(lambda key, _: key != (shapes, path))
+            log.warning(
+                "%s keeps its plans, though it held %s: %s", self._name or "the step", format_bytes(most), error
+            )
+        self._paths.settle(shapes, path)
+
+    def _possible(self) -> bool:
+        if not self._call.ran or self._plans.agreement is not None or self._several_backwards:
+            return False
+        if any(graph.accumulator is not None for graph in self._call.path):  # its call is known to be the whole step
+            return False
+        return all(graph.sized is None and graph.captured.device.type in ("cpu", "cuda") for graph in self._call.path)
+
+    def _held_at_start(self) -> int:
+        """What is on the device when a step begins, but for what it is given, as far as that is known."""
+        around = self._plans.surroundings()
+        if around.module_bytes:
+            return around.held_bytes + around.state_bytes
+        graphs = self._plans.graphs
+        weights = {key: nbytes for graph in graphs for key, nbytes in graph.weights.items()}
+        static = max(graph.captured.static_bytes for graph in graphs)
+        resident = around.resident_bytes - around.kept_free_bytes
+        return static + resident + (sum(weights.values()) if around.old_gradients else 0)

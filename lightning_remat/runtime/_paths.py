@@ -1,0 +1,186 @@
+"""Plans for all the graphs of a call as one: what one of them keeps is held while the next ones run.
+
+Which way a call goes is not known before: calls that begin with the same graphs run the same plans of these.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from lightning_remat.budget import BudgetKind, parse_budget
+from lightning_remat.errors import InfeasibleBudgetError, ScheduleError
+from lightning_remat.planner._beside import NOTHING_BESIDE, Beside
+from lightning_remat.planner._make import FOR_ONCE
+from lightning_remat.planner._together import Part, with_outside
+from lightning_remat.runtime._call import Call, Shapes
+from lightning_remat.runtime._graph import Graph, Path
+from lightning_remat.runtime._plans import Plans
+from lightning_remat.runtime._reasons import Reasons
+from lightning_remat.runtime._recent import Recent
+
+log = logging.getLogger(__name__)
+
+MOST_PATHS = 8
+"""Sequences of graphs, for the same shapes, that are planned together: where Python decides by data there may be very many."""
+
+
+class Paths:
+    """The ways that calls take through the captured graphs, and one plan for each.
+
+    Args:
+        plans: of all graphs.
+        call: the present one.
+        reasons: has the step's name.
+        asked_bytes: the budget that was asked for, where it is a size.
+
+    Attributes:
+        beside: what was measured beside the graphs of a call, by its shapes and its whole path.
+        planned_beside: by a plan's number, what there is of that beside its graph.
+    """
+
+    def __init__(self, plans: Plans, call: Call, reasons: Reasons, asked_bytes: int | None) -> None:
+        self.beside: Recent[tuple[Shapes, Path], tuple[Beside, ...]] = Recent()
+        self.planned_beside: dict[int, Beside] = {}
+        self._plans, self._call, self._reasons, self._asked = plans, call, reasons, asked_bytes
+        # By shapes and graphs so far, the plan of the last of these graphs.
+        self._numbers: dict[tuple[Shapes, Path], int] = {}
+        self._settled: Recent[tuple[Shapes, Path], None] = Recent()  # whole calls that have been looked at
+        self._planned: Recent[Shapes, int] = Recent()  # how many paths
+
+    def number(self, graph: Graph) -> int | None:
+        """The plan of the graph that the present call comes to; ``None`` where none was made for calls that begin so."""
+        return self._numbers.get((self._call.shapes, (*self._call.path, graph)))
+
+    def plan(self, shapes: Shapes, path: Path) -> None:
+        """Now that all graphs of a call are known, plan them as one; the next such call runs that.
+
+        Raises:
+            InfeasibleBudgetError: when the graphs do not fit together; the next such call raises it again.
+        """
+        if not self._in_parts() or (shapes, path) in self._settled or shapes in self._plans.plain:
+            return
+        if self._needs_one_plan(shapes, path):
+            paths = self._planned.get(shapes) or 0
+            if paths < MOST_PATHS:
+                self.plan_anew(shapes, path)
+            elif paths == MOST_PATHS:
+                log.warning(
+                    "%s is captured as more than %d different sequences of graphs: the others are not planned as a whole, "
+                    "and may run over the budget",
+                    self._reasons.name or "the step",
+                    MOST_PATHS,
+                )
+            self._planned[shapes] = paths + 1
+        self._settled[shapes, path] = None
+
+    def plan_anew(self, shapes: Shapes, path: Path) -> None:
+        """Plan a path, of which graphs were forgotten; where one of them came down to too little for all, within the smallest.
+
+        Raises:
+            InfeasibleBudgetError: when there is no plan within the budget that was asked for.
+        """
+        try:
+            self.plan_path(shapes, path)
+        except InfeasibleBudgetError as error:
+            if self._plans.limit is None or (self._asked is not None and error.smallest_bytes > self._asked):
+                raise
+            self.come_down(error.smallest_bytes)
+            self.plan_path(shapes, path)
+
+    def settle(self, shapes: Shapes, path: Path) -> None:
+        """The plans of a path stay as they are."""
+        self._settled[shapes, path] = None
+
+    def another_begins_alike(self, shapes: Shapes, path: Path) -> bool:
+        """Whether another path is known that begins with the same graph."""
+        return any(key != (shapes, path) and _begin_alike(key, shapes, path) for key in self._settled)
+
+    def come_down(self, budget_bytes: int) -> None:
+        """What is planned from now on is planned within so much."""
+        self._plans.come_down(budget_bytes)
+        self.forget()
+
+    def forget(self) -> None:
+        """All paths are planned again, when they come."""
+        self._numbers.clear()
+        self._settled.clear()
+        self._planned.clear()
+
+    def count(self, nbytes: int) -> None:
+        """So much more is held beside all graphs."""
+        self._plans.count(nbytes)
+        self.forget()
+
+    def leave(self, graphs: set[Graph]) -> None:
+        """These run plainly from now on: other calls will come."""
+        self.forget()
+        self.beside.keep(lambda key, _: graphs.isdisjoint(key[1]))
+
+    def forget_path(self, shapes: Shapes, path: Path) -> Callable[[], None]:
+        """One is planned again; returns what gives it the plans back that it had."""
+        before = dict(self._numbers)
+        for i in range(len(path)):
+            self._numbers.pop((shapes, path[: i + 1]), None)
+        self._settled.keep(lambda key, _: key != (shapes, path))
+
+        def put_back() -> None:
+            self._numbers = before
+
+        return put_back
+
+    def forget_through(self, graphs: set[Graph]) -> None:
+        """Those through these graphs are planned again."""
+        self._numbers = {key: number for key, number in self._numbers.items() if graphs.isdisjoint(key[1])}
+        self._settled.keep(lambda key, _: graphs.isdisjoint(key[1]))
+
+    def _in_parts(self) -> bool:
+        """Whether the present call has run several graphs, or one that has no plan within the budget as it came."""
+        alone = any(FOR_ONCE in plan.notes for plan in self._plans.ran)
+        return len(self._call.ran) > 1 or alone or (self._call.shapes, self._call.path) in self.beside
+
+    def _needs_one_plan(self, shapes: Shapes, path: Path) -> bool:
+        """Whether what the graphs of a call run, each planned as it came, may be other than what a plan for all of them is."""
+        if all((shapes, path[: i + 1]) in self._numbers for i in range(len(path))):
+            return False
+        if (shapes, path) in self.beside:
+            return True
+        budget = parse_budget(self._plans.config.budget)
+        of_each = budget.kind is BudgetKind.MIN or (budget.kind is BudgetKind.SHARE and budget.value != 1)
+        shared = sum(len(graph.weights) for graph in path) > len({key for graph in path for key in graph.weights})
+        return of_each or shared or any(plan.rematerializes or FOR_ONCE in plan.notes for plan in self._plans.ran)
+
+    def plan_path(self, shapes: Shapes, path: Path) -> None:
+        """One plan for the graphs of a call, those that already have one for calls that begin alike kept if that can be."""
+        known = [self._numbers.get((shapes, path[: i + 1])) for i in range(len(path))]
+        fixed = [number for number in known[: known.index(None)] if number is not None]
+        if len(path) > 1:
+            name = self._reasons.name or "the step"
+            log.info("%s is captured as %d graphs, and planned again together", name, len(path))
+        captured = {graph: with_outside(graph.captured) for graph in path}
+        beside = self.beside.get((shapes, path)) or (NOTHING_BESIDE,) * len(path)
+        parts = [
+            Part(captured[graph], graph.weights, graph.around, one) for graph, one in zip(path, beside, strict=True)
+        ]
+        try:
+            plans = self._plans.together(parts, fixed, path[0].memory)
+        except InfeasibleBudgetError:
+            if not fixed:
+                raise
+            plans, fixed = self._plans.together(parts, [], path[0].memory), []
+            # Other ways to go on from here were planned after what has been given up.
+            self._numbers = {
+                key: number for key, number in self._numbers.items() if not _begin_alike(key, shapes, path)
+            }
+            self._settled.keep(lambda key, _: not _begin_alike(key, shapes, path))
+        except ScheduleError as error:
+            self._plans.refused(parts[0].graph, str(error), "its graphs keep the plans that were made for each")
+            return
+        for i in range(len(fixed), len(path)):
+            number = self._plans.add(plans[i], path[i], parts[i].captured)
+            self._numbers[shapes, path[: i + 1]] = number
+            self.planned_beside[number] = beside[i]
+
+
+def _begin_alike(key: tuple[Shapes, Path], shapes: Shapes, path: Path) -> bool:
+    return key[0] == shapes and key[1][0] is path[0]

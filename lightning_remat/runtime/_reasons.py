@@ -1,0 +1,65 @@
+"""Why a step, or a part of it, runs as before: each reason is said once, as a warning."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import torch
+
+import lightning_remat
+from lightning_remat.errors import RematWarning
+from lightning_remat.graph import ComputationGraph
+from lightning_remat.planner._plan_cache import PlanCache
+
+log = logging.getLogger(__name__)
+
+
+class Reasons:
+    """What was said of one step.
+
+    Args:
+        name: of the step, for people.
+
+    Attributes:
+        failures: the reasons, in the order in which they were found.
+        gave_up: later calls run as before.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.failures: list[str] = []
+        self.gave_up = False
+
+    def failed(self, reason: str, error: Exception | None = None) -> None:
+        """Something could not be captured."""
+        reason = reason.strip().splitlines()[0] if reason.strip() else type(error).__name__
+        if reason in self.failures:
+            return
+        self.failures.append(reason)
+        log.debug("capture of %s failed", self.name, exc_info=error)
+        warnings.warn(
+            f"{self.name or 'the step'} (or a part of it) could not be captured and runs as before, without "
+            f"rematerialization: {reason}",
+            RematWarning,
+            stacklevel=2,
+        )
+
+    def give_up(self, reason: str) -> None:
+        """Later calls run as before."""
+        self.gave_up = True
+        self.failed(reason)
+
+    def refused(self, graph: ComputationGraph, reason: str, instead: str, budget: object, cache: PlanCache) -> None:
+        """The verifier refuses what is found for a graph: a defect of ours, which is said once, with what shows it."""
+        reason = f"every schedule that was found for it breaks a rule ({reason})"
+        if reason in self.failures:
+            return
+        self.failures.append(reason)
+        warnings.warn(
+            f"{self.name or 'the step'} (or a part of it): {reason}. This is a defect of lightning_remat "
+            f"{lightning_remat.__version__}: {instead}. Please report it with this message, torch's version "
+            f"({torch.__version__}), the budget ({budget!r}) and {cache.keep_refused(graph)}",
+            RematWarning,
+            stacklevel=2,
+        )

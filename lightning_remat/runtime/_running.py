@@ -1,0 +1,204 @@
+"""A captured graph as it runs: its forward by the plan of the present call, and what is known when its backward begins."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from lightning_remat.capture import _torch as internals
+from lightning_remat.capture._autocast import Casts, shares_casts
+from lightning_remat.capture._ports import Ports
+from lightning_remat.capture._sums import HandedOut, Sums, adds_elsewhere
+from lightning_remat.capture._tangents import Given
+from lightning_remat.planner._plan import Plan
+from lightning_remat.runtime._call import Call
+from lightning_remat.runtime._graph import Graph
+from lightning_remat.runtime._measured_step import MeasuredStep
+from lightning_remat.runtime._measuring import Measuring
+from lightning_remat.runtime._paths import Paths
+from lightning_remat.runtime._plans import Plans
+from lightning_remat.runtime._reasons import Reasons
+from lightning_remat.runtime._sized_plans import SizedPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What the graphs of one step share while they run.
+
+    Attributes:
+        plans: of all graphs.
+        paths: that calls take through them.
+        measuring: of whole calls.
+        call: the present one.
+        reasons: told why later calls run as before.
+        several_backwards: a call may be followed by several backwards, or hold them (manual optimization).
+    """
+
+    plans: Plans
+    paths: Paths
+    measuring: Measuring
+    call: Call
+    reasons: Reasons
+    several_backwards: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """One forward of a graph, as far as its backward has to know."""
+
+    number: int
+    first: bool
+    compare: Callable[[], None]
+    added: Mapping[int, torch.nn.Parameter]
+    handed_out: HandedOut
+    measured: MeasuredStep | None
+    position: int
+
+
+class Runner:
+    """Runs one captured graph, wherever Dynamo calls it.
+
+    Args:
+        graph: the graph.
+        compiled: runs the version that its exchange has chosen, as one node of autograd's graph.
+        step: that it is a part of.
+        sums: the gradients that autograd adds up.
+        casts: positions of arguments that eager mode casts once under one autocast, whoever uses them.
+        views: the outputs that are views of others, which Dynamo does not expect.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        compiled: Callable[..., Any],
+        step: Step,
+        sums: Sums,
+        casts: frozenset[int],
+        views: Any,
+    ) -> None:
+        self._graph, self._compiled, self._step = graph, compiled, step
+        self._sums, self._casts, self._views = sums, casts, views
+
+    def run(self, *args: Any) -> Any:
+        """What Dynamo's graph gives for these arguments."""
+        graph, call, plans = self._graph, self._step.call, self._step.plans
+        if graph.left and graph.plainly is not None:
+            return graph.plainly(*args)
+        graph.called(call.number, args)
+        number, plan = self._plan(args)
+        graph.exchange.current = graph.versions[number]
+        plans.runs_now(graph, number, plan)
+        position = len(call.ran)
+        call.ran.append((graph, number))
+        measured = self._step.measuring.step
+        copies = graph.buffers.copies(args, number, plans.runs[number], call.batch)
+        compare = graph.buffers.watch(args, copies, self._step.reasons.name or "captured graph")
+        handed_out = HandedOut(self._sums)
+        if self._casts:
+            cast = [get_gradient_edge(args[i]) for i in self._casts if args[i].requires_grad and args[i].is_leaf]
+            region = internals.autocast_region(graph.captured.device.type)
+            handed_out.casts = Casts(region, frozenset((edge.node, edge.output_nr) for edge in cast))
+        given = handed_out.inputs([copies.get(i, value) for i, value in enumerate(args)])
+        if measured is not None:
+            measured.begins(position, "forward")
+        outputs = self._compiled(*given)
+        ports = Ports(outputs, self._views)
+        if self._casts:
+            for one in outputs:
+                if (node := internals.captured_node(one)[0]) is not None:
+                    node.casts = handed_out.casts
+        if measured is not None:
+            measured.ends(position, "forward")
+        accumulator = graph.accumulator
+        added = {i: args[i] for i in accumulator.positions} if accumulator is not None else {}
+        if accumulator is not None:
+            accumulator.alone = False  # until it is known what the call returns
+            call.nodes.update(internals.captured_node(one)[0] for one in outputs)
+        first = plans.runs[number] == 1
+        run = _Run(number, first, compare, added, handed_out, measured, position)
+        internals.on_backward((*args, *given), outputs, functools.partial(self._backward_begins, run), ports.gradients)
+        return outputs[: len(outputs) - len(self._views)]
+
+    def _plan(self, args: Sequence[Any]) -> tuple[int, Plan | SizedPlan]:
+        """What of the graph runs now: a plan for its sizes, or one for calls that begin as this one, or its own."""
+        graph, plans = self._graph, self._step.plans
+        if graph.sized is not None:
+            return plans.of_these_sizes(graph, args)
+        number = self._step.paths.number(graph)
+        if number is None:
+            plans.again(graph, part=bool(self._step.call.ran) or not graph.whole)
+            number = graph.plan
+        return number, plans.all[number]
+
+    def _backward_begins(
+        self,
+        run: _Run,
+        unused: frozenset[int],
+        given: Mapping[int, Given],
+        ported: Mapping[int, torch.Tensor],
+        node: Any,
+    ) -> None:
+        """Before anything of the backward has run.
+
+        A second one may be about to come from these outputs: in the first run of a plan what it needs is kept, to see.
+        """
+        graph, reasons = self._graph, self._step.reasons
+        if torch.is_grad_enabled():
+            reasons.give_up(
+                "its gradients are differentiated again (create_graph=True), which captured code cannot do: this backward "
+                "fails, and later calls run as before; compute such a penalty inside of what is captured, where it is "
+                "planned too"
+            )
+        dropped = graph.leave_out(unused)
+        graph.exchange.taken = run.handed_out.taken
+        self._notice_what_is_shared(run.handed_out, node)
+        graph.exchange.ported = graph.arrivals.tangents(ported)
+        self._take_as_given(run.number, given)
+        if run.measured is not None:
+            run.measured.begins(run.position, "backward")
+            graph.exchange.done = functools.partial(run.measured.ends, run.position, "backward")
+        if graph.accumulator is not None:
+            gradients = graph.captured.gradient_arguments
+            graph.accumulator.begin(run.added, {gradients[i] for i in dropped})
+        if internals.needs_kept(node):
+            reasons.give_up(
+                "two backwards come through one captured graph, each from a part of its outputs (such as one generated batch "
+                "that is judged twice): compute what both need twice, or add the losses, to have the step scheduled"
+            )
+        elif unused and run.first and self._step.several_backwards:
+            internals.keep_saved(node)
+        run.compare()
+
+    def _notice_what_is_shared(self, handed_out: HandedOut, node: Any) -> None:
+        """What the graph reads is read outside of it too: who adds up its gradients, and in which precision?"""
+        exchange, reasons = self._graph.exchange, self._step.reasons
+        if handed_out.casts is not None and shares_casts(handed_out.casts, node):
+            reasons.give_up(
+                "weights are used under one torch.autocast by several graphs, or outside of them too: eager mode casts each "
+                "once, and adds up its gradients in the low precision. Those of this step may have other last bits, and "
+                "later calls run as before; torch.autocast(..., cache_enabled=False), or one autocast for each call, has no "
+                "such question"
+            )
+        if exchange.summed:
+            added_to = adds_elsewhere(node)
+            exchange.opens = bool(added_to)
+            if handed_out.stay(added_to):
+                reasons.give_up(
+                    "it cannot be told in which order eager mode adds up the gradients of something that it reads several "
+                    "times and that is read outside of it too: those of this step may have other last bits"
+                )
+
+    def _take_as_given(self, number: int, given: Mapping[int, Given]) -> None:
+        """The backward that begins is one for gradients that lie so in memory."""
+        try:
+            self._graph.arrivals.begin(self._graph.versions[number], given)
+        except Exception as error:  # noqa: BLE001 - whatever torch raises while it traces
+            self._step.reasons.give_up(
+                "a gradient lies otherwise in memory than the output that it is of, and no backward could be made for that "
+                f"({type(error).__name__}: {error}): the gradients of this step may have other last bits than in eager mode"
+            )
