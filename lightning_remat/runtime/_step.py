@@ -73,8 +73,6 @@ class ScheduledStep:
         plans: one a captured graph and shape, in the order of capture.
         failures: why something could not be captured, each reason once.
         runs: how often each plan's forward has run.
-        planning_seconds: spent on capture, measuring, planning, and looking for a plan at hand, the first runs of what was
-            captured included.
     """
 
     def __init__(
@@ -175,10 +173,9 @@ class ScheduledStep:
                 result = compiled(*args, **kwargs)
         except Stop as stop:
             raise stop.error from stop.error.__cause__
-        if len(self._captures.early.tensors) + len(given) > len(
-            leaves
-        ):  # as the next call of these shapes will have it
-            self._call.shapes = shapes_of([*given, *self._captures.early.tensors])
+        early = self._captures.early.tensors
+        if len(given) + len(early) > len(leaves):  # as the next call of these shapes will have it
+            self._call.shapes = shapes_of([*given, *early])
             self._captures.known_static(self._call.shapes)
         self._captures.tell_compiled()
         self._tell_failures(result, symbolic, known_failures)
