@@ -22,7 +22,7 @@ from benchmarks.present import ATEN, CHECKPOINT, EAGER, OURS, UNSCHEDULED, Row
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.report import format_bytes
 from lightning_remat.solvers import Problem
-from lightning_remat.solvers._prune import required
+from lightning_remat.solvers.common._prune import required
 
 PEERS = (EAGER, CHECKPOINT, ATEN)
 """The families whose points count: they run the same kernels."""

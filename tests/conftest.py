@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_remat.planner import _plan_cache
-from lightning_remat.solvers import _auto
+from lightning_remat.solvers.portfolio import _auto
 
 # The tests of a GPU need no hypothesis: they run on machines that have torch and pytest and little else.
 if importlib.util.find_spec("hypothesis"):

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from lightning_remat.errors import BudgetError, GraphError
 from lightning_remat.graph import ComputationGraph, Op, Phase, Tensor, TensorRole
 from lightning_remat.solvers import Problem, solve
-from lightning_remat.solvers import _griewank as _registers  # noqa: F401
-from lightning_remat.solvers._batch_size import (
+from lightning_remat.solvers.chen_griewank import _griewank as _registers  # noqa: F401
+from lightning_remat.solvers.portfolio._batch_size import (
     extrapolated_batch_size,
     guessed_batch_size,
     linear_in_batch,

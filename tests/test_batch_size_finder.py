@@ -22,7 +22,7 @@ from lightning_remat.errors import ConfigError
 from lightning_remat.planner import BatchSizes, RematWarning, _make
 from lightning_remat.planner._batch_size import SOLVES
 from lightning_remat.runtime import _plans
-from lightning_remat.solvers import _largest_batch
+from lightning_remat.solvers.portfolio import _largest_batch
 from tests.helpers.failing import failing
 from tests.helpers.training import Classifier, assert_same, loader, trainer
 from tests.helpers.training import callback as unit_callback

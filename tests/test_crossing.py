@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.solvers import Problem, Status, solve
-from lightning_remat.solvers._blocks import alive_after
-from lightning_remat.solvers._crossing import BACKWARD_AFTER_FORWARD, CrossingProgram
-from lightning_remat.solvers._prune import once
+from lightning_remat.solvers.bounds._minimum_cut import BACKWARD_AFTER_FORWARD, CrossingProgram
+from lightning_remat.solvers.common._prune import once
+from lightning_remat.solvers.hiremate._blocks import alive_after
 from tests.helpers.brute_force import cheapest_of_any_order
 from tests.helpers.graphs import random_graph, unit_chain
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from lightning_remat.errors import BudgetError
 from lightning_remat.schedule import verify
 from lightning_remat.solvers import Problem, find_smallest, plan_curve, solve
-from lightning_remat.solvers._prune import once
+from lightning_remat.solvers.common._prune import once
 from tests.helpers.graphs import random_graph, unit_chain
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from lightning_remat.graph import ComputationGraph, Op, Tensor
 from lightning_remat.schedule import Schedule
 from lightning_remat.solvers import Problem, Status, solve
-from lightning_remat.solvers._greedy_xla import _Greedy, greedy_remat
-from lightning_remat.solvers._prune import once
+from lightning_remat.solvers.common._prune import once
+from lightning_remat.solvers.xla._greedy_xla import _Greedy, greedy_remat
 from tests.helpers.graphs import random_graph, unit_chain
 from tests.test_treewidth import figure_1
 

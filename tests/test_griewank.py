@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_remat.solvers import Problem, Status, solve
-from lightning_remat.solvers._griewank import advances, repetitions, revolve, split
+from lightning_remat.solvers.chen_griewank._griewank import advances, repetitions, revolve, split
 from tests.helpers.graphs import random_graph, unit_chain
 
 

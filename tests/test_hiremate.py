@@ -11,15 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_remat.graph import ComputationGraph
-from lightning_remat.solvers import Answer, Problem, Status, _partition, _registry, register, solve
-from lightning_remat.solvers._blocks import Chain, Option, keep_options, link_up
-from lightning_remat.solvers._h_ilp import data_flow, recombine
-from lightning_remat.solvers._hiremate import Hierarchy
-from lightning_remat.solvers._partition import Block, partitioners, register_partitioner
-from lightning_remat.solvers._phases import solve_phases
-from lightning_remat.solvers._problem import PlainProblem
-from lightning_remat.solvers._prune import drop_unused
-from lightning_remat.solvers._rollout import rollout
+from lightning_remat.solvers import Answer, Problem, Status, register, solve
+from lightning_remat.solvers.common import _registry
+from lightning_remat.solvers.common._problem import PlainProblem
+from lightning_remat.solvers.common._prune import drop_unused
+from lightning_remat.solvers.common._rollout import rollout
+from lightning_remat.solvers.hiremate import _partition
+from lightning_remat.solvers.hiremate._blocks import Chain, Option, keep_options, link_up
+from lightning_remat.solvers.hiremate._h_ilp import data_flow, recombine
+from lightning_remat.solvers.hiremate._hiremate import Hierarchy
+from lightning_remat.solvers.hiremate._integer_program import solve_phases
+from lightning_remat.solvers.hiremate._partition import Block, partitioners, register_partitioner
 from tests.helpers.brute_force import cheapest_of_any_order
 from tests.helpers.graphs import random_graph, unit_chain
 

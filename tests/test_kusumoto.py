@@ -13,14 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_remat.errors import SolverError
-from lightning_remat.solvers import (
-    Problem,
-    Status,
-    _kusumoto,  # noqa: F401  registers the methods
-    solve,
-)
-from lightning_remat.solvers._kusumoto import LowerSetProgram
-from lightning_remat.solvers._lower_sets import (
+from lightning_remat.solvers import Problem, Status, solve
+from lightning_remat.solvers.common._prune import drop_unused, once
+from lightning_remat.solvers.kusumoto import _dynamic_programming  # noqa: F401  registers the methods
+from lightning_remat.solvers.kusumoto._dynamic_programming import LowerSetProgram
+from lightning_remat.solvers.kusumoto._lower_sets import (
     ForwardGraph,
     canonical,
     count_lower_sets,
@@ -29,7 +26,6 @@ from lightning_remat.solvers._lower_sets import (
     peak_without_liveness,
     pruned_family,
 )
-from lightning_remat.solvers._prune import drop_unused, once
 from tests.helpers.graphs import random_graph, unit_chain
 
 VARIANTS = list(itertools.product(("exact_dp", "approx_dp"), ("time", "memory"), (True, False)))

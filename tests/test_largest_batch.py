@@ -24,7 +24,7 @@ from lightning_remat.solvers import (
     plain_batch_size,
     solve,
 )
-from lightning_remat.solvers import _largest_batch as searching
+from lightning_remat.solvers.portfolio import _largest_batch as searching
 from tests.helpers.graphs import random_graph, unit_chain
 from tests.test_batch_size import PARAMETERS, chain_at
 

@@ -16,11 +16,8 @@ from hypothesis import strategies as st
 from lightning_remat.errors import SolverError
 from lightning_remat.schedule import verify
 from lightning_remat.solvers import NodeSequence, Problem, Status, solve
-from lightning_remat.solvers import _lp_rounding as _registers  # noqa: F401
-from lightning_remat.solvers._lp_rounding import _Allowances, round_checkpoints, sample_checkpoints
-from lightning_remat.solvers._prune import required
-from lightning_remat.solvers._rollout import rollout
-from lightning_remat.solvers._stages import (
+from lightning_remat.solvers.checkmate import _lp_rounding as _registers  # noqa: F401
+from lightning_remat.solvers.checkmate._integer_program import (
     CAPTURED_ORDER,
     Program,
     Stages,
@@ -29,6 +26,9 @@ from lightning_remat.solvers._stages import (
     solve_stages,
     to_stages,
 )
+from lightning_remat.solvers.checkmate._lp_rounding import _Allowances, round_checkpoints, sample_checkpoints
+from lightning_remat.solvers.common._prune import required
+from lightning_remat.solvers.common._rollout import rollout
 from tests.helpers.brute_force import cheapest_in_stages
 from tests.helpers.graphs import random_graph, unit_chain
 from tests.test_schedule import recomputing_sequence

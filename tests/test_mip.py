@@ -21,8 +21,9 @@ import torch
 
 from lightning_remat.errors import SolverError
 from lightning_remat.schedule import verify
-from lightning_remat.solvers import Status, _mip, solve
-from lightning_remat.solvers._mip import Model
+from lightning_remat.solvers import Status, solve
+from lightning_remat.solvers.common import _mip
+from lightning_remat.solvers.common._mip import Model
 from tests.helpers.graphs import unit_chain
 
 POSIX = pytest.mark.skipif(sys.platform == "win32", reason="signals and forks")
@@ -187,7 +188,7 @@ def test_one_that_nobody_closes_ends() -> None:
 def test_it_ends_with_the_process_that_started_it(how: str) -> None:
     program = f"""
 import os, signal, sys
-from lightning_remat.solvers._mip import Model
+from lightning_remat.solvers.common._mip import Model
 idle, used = Model(), Model()
 used.add_var(ub=1.0)
 assert used.optimize(5.0, relax=True).name == "OPTIMAL"
@@ -208,7 +209,7 @@ idle.close()
 def test_a_forked_process_starts_its_own() -> None:
     program = """
 import os, sys
-from lightning_remat.solvers._mip import Model
+from lightning_remat.solvers.common._mip import Model
 def ask():
     model = Model()
     x = model.add_var(lb=0.25, ub=1.0, obj=1.0)

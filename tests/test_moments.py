@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_remat.solvers import Problem, Status, solve
-from lightning_remat.solvers._crossing import BACKWARD_AFTER_FORWARD, CrossingProgram
-from lightning_remat.solvers._moments import bound, choose, likely
-from lightning_remat.solvers._moments_program import MomentsProgram, is_chain, needed_at_the_boundary
-from lightning_remat.solvers._problem import NodeSequence, PlainProblem
-from lightning_remat.solvers._prune import drop_unused, once, required
+from lightning_remat.solvers.bounds._binding_moments import bound, choose, likely
+from lightning_remat.solvers.bounds._linear_program import MomentsProgram, is_chain, needed_at_the_boundary
+from lightning_remat.solvers.bounds._minimum_cut import BACKWARD_AFTER_FORWARD, CrossingProgram
+from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem
+from lightning_remat.solvers.common._prune import drop_unused, once, required
 from tests.helpers.brute_force import cheapest_of_any_order
 from tests.helpers.graphs import random_graph, unit_chain
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from lightning_remat.errors import SolverError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.solvers import Problem
-from lightning_remat.solvers._isomorphism import canonical_form, subproblem
-from lightning_remat.solvers._partition import (
+from lightning_remat.solvers.common._problem import PlainProblem
+from lightning_remat.solvers.hiremate._isomorphism import canonical_form, subproblem
+from lightning_remat.solvers.hiremate._partition import (
     Block,
     backward_blocks,
     h_partition,
@@ -24,7 +25,6 @@ from lightning_remat.solvers._partition import (
     register_partitioner,
     sequences_of,
 )
-from lightning_remat.solvers._problem import PlainProblem
 from tests.helpers.graphs import random_graph, unit_chain
 
 

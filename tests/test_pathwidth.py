@@ -11,16 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_remat.solvers import (
-    Problem,
-    Status,
-    _pathwidth,  # noqa: F401 # registers the method
-    solve,
-)
-from lightning_remat.solvers._pathwidth import PathRemat, Sketch, _GiveUp, _join, add_spine
-from lightning_remat.solvers._prune import once
-from lightning_remat.solvers._tree_decomposition import Bags, decompose_into_path, thin, width
-from lightning_remat.solvers._treewidth import NodeGraph
+from lightning_remat.solvers import Problem, Status, solve
+from lightning_remat.solvers.common._prune import once
+from lightning_remat.solvers.kumar import _pathwidth  # noqa: F401 # registers the method
+from lightning_remat.solvers.kumar._pathwidth import PathRemat, Sketch, _GiveUp, _join, add_spine
+from lightning_remat.solvers.kumar._tree_decomposition import Bags, decompose_into_path, thin, width
+from lightning_remat.solvers.kumar._treewidth import NodeGraph
 from tests.helpers.graphs import random_graph, unit_chain
 from tests.test_treewidth import (
     check_decomposition,

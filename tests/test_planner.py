@@ -11,7 +11,8 @@ import pytest
 from lightning_remat.errors import BudgetError, ConfigError, GraphError, InfeasibleBudgetError
 from lightning_remat.planner import Plan, RematConfig, make_plan
 from lightning_remat.planner._plan_cache import PlanCache
-from lightning_remat.solvers import Status, _auto, find_smallest
+from lightning_remat.solvers import Status, find_smallest
+from lightning_remat.solvers.portfolio import _auto
 from tests.helpers.graphs import random_graph, unit_chain
 
 

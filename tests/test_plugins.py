@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from lightning_remat.errors import SolverError
-from lightning_remat.solvers import Status, _partition, _registry, available, options_of, partitioners, solve
+from lightning_remat.solvers import Status, available, options_of, partitioners, solve
+from lightning_remat.solvers.common import _registry
+from lightning_remat.solvers.hiremate import _partition
 from tests.helpers.graphs import unit_chain
 
 SOLVERS = """

@@ -13,13 +13,13 @@ from lightning_remat.solvers import (
     Answer,
     Problem,
     Status,
-    _auto,
     available,
     find_smallest,
     options_of,
     register,
     solve,
 )
+from lightning_remat.solvers.portfolio import _auto
 from tests.helpers.brute_force import cheapest_of_any_order
 from tests.helpers.graphs import random_graph, unit_chain
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from lightning_remat.schedule import verify
 from lightning_remat.solvers import Problem
-from lightning_remat.solvers._prune import drop_unused, keep_longer, required
-from lightning_remat.solvers._rollout import rollout
+from lightning_remat.solvers.common._prune import drop_unused, keep_longer, required
+from lightning_remat.solvers.common._rollout import rollout
 from tests.helpers.graphs import random_graph, unit_chain
 from tests.test_schedule import recomputing_sequence
 

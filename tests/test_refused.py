@@ -15,7 +15,8 @@ from lightning_remat.graph import ComputationGraph, Op, Phase, Tensor, TensorRol
 from lightning_remat.planner import RematConfig, _make, _plan_cache, make_plan
 from lightning_remat.runtime import _plans
 from lightning_remat.schedule import verify
-from lightning_remat.solvers import Problem, _auto, solve
+from lightning_remat.solvers import Problem, solve
+from lightning_remat.solvers.portfolio import _auto
 from tests.helpers.graphs import unit_chain
 
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from lightning_remat.graph import ComputationGraph, Op, Phase, Tensor
 from lightning_remat.schedule import verify
 from lightning_remat.solvers import Problem, find_smallest, solve
-from lightning_remat.solvers._prune import drop_unused, once
-from lightning_remat.solvers._reorder import backward_memory, reorder
-from lightning_remat.solvers._rollout import rollout
+from lightning_remat.solvers.common._prune import drop_unused, once
+from lightning_remat.solvers.common._rollout import rollout
+from lightning_remat.solvers.heuristics._reorder import backward_memory, reorder
 from tests.helpers.graphs import random_graph, unit_chain
 
 

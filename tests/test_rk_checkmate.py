@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from lightning_remat.graph import ComputationGraph, Op, Tensor
 from lightning_remat.solvers import Problem, Status, solve
-from lightning_remat.solvers._phases import solve_phases
-from lightning_remat.solvers._rk_checkmate import PHASES, data_flow, to_sequence
+from lightning_remat.solvers.hiremate._integer_program import solve_phases
+from lightning_remat.solvers.hiremate._rk_checkmate import PHASES, data_flow, to_sequence
 from tests.helpers.brute_force import cheapest_in_stages, cheapest_of_any_order
 from tests.helpers.graphs import random_graph, unit_chain
 

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from lightning_remat.schedule import Schedule
 from lightning_remat.solvers import Problem, Status, solve
-from lightning_remat.solvers._blocks import (
+from lightning_remat.solvers.common._problem import PlainProblem
+from lightning_remat.solvers.common._prune import drop_unused
+from lightning_remat.solvers.hiremate._blocks import (
     Chain,
     Option,
     keep_options,
@@ -20,9 +22,7 @@ from lightning_remat.solvers._blocks import (
     select,
     undominated,
 )
-from lightning_remat.solvers._problem import PlainProblem
-from lightning_remat.solvers._prune import drop_unused
-from lightning_remat.solvers._rotor import Table
+from lightning_remat.solvers.hiremate._rotor import Table
 from tests.helpers.graphs import random_graph, unit_chain
 
 

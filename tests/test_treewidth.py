@@ -13,7 +13,7 @@ from lightning_remat.errors import SolverError
 from lightning_remat.graph import ComputationGraph, Op, Tensor
 from lightning_remat.schedule import Schedule
 from lightning_remat.solvers import Problem, Status, solve
-from lightning_remat.solvers._tree_decomposition import (
+from lightning_remat.solvers.kumar._tree_decomposition import (
     Heuristic,
     Tree,
     _eliminate,
@@ -24,7 +24,7 @@ from lightning_remat.solvers._tree_decomposition import (
     shrink,
     width,
 )
-from lightning_remat.solvers._treewidth import NodeGraph, remat
+from lightning_remat.solvers.kumar._treewidth import NodeGraph, remat
 from tests.helpers.graphs import random_graph, unit_chain
 
 

@@ -12,9 +12,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_remat.solvers import Problem, Status, solve
-from lightning_remat.solvers import _unpartitioned as _registers  # noqa: F401
-from lightning_remat.solvers._stages import Program, solve_program
-from lightning_remat.solvers._unpartitioned import UNPARTITIONED, UnpartitionedProgram
+from lightning_remat.solvers.checkmate import _milp_unpartitioned as _registers  # noqa: F401
+from lightning_remat.solvers.checkmate._integer_program import Program, solve_program
+from lightning_remat.solvers.checkmate._milp_unpartitioned import UNPARTITIONED, UnpartitionedProgram
 from tests.helpers.brute_force import _cheapest, _mask, _Rules, cheapest_in_stages, cheapest_of_any_order
 from tests.helpers.graphs import random_graph, unit_chain
 

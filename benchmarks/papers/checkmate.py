@@ -31,15 +31,17 @@ from rich.table import Table
 from benchmarks.papers._report import script
 from benchmarks.papers.checkmate_networks import capture, layers
 from lightning_remat.graph import ComputationGraph
-from lightning_remat.solvers import Problem, _checkpointing, _griewank, _lp_rounding, find_smallest, solve
-from lightning_remat.solvers._batch_size import (
+from lightning_remat.solvers import Problem, find_smallest, solve
+from lightning_remat.solvers.checkmate import _generalized_chen, _lp_rounding
+from lightning_remat.solvers.chen_griewank import _griewank
+from lightning_remat.solvers.portfolio._batch_size import (
     extrapolated_batch_size,
     linear_in_batch,
     max_batch_size,
     one_extra_forward,
 )
 
-_REGISTERED = (_checkpointing, _griewank, _lp_rounding)
+_REGISTERED = (_generalized_chen, _griewank, _lp_rounding)
 
 BATCHES = {"MobileNet": 512, "VGG16": 256, "VGG19": 256, "U-Net": 32, "ResNet50": 256}
 SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -145,11 +147,11 @@ def _at_budget(graph: ComputationGraph, ops: ComputationGraph, budget: int, quic
 
 def dropped(problem: Problem) -> dict[str, float]:
     """Cost of √n checkpoints over that of running everything once, what is computed again being held or not."""
-    checkpoints = _checkpointing.root_ends(range(problem.boundary))
+    checkpoints = _generalized_chen.root_ends(range(problem.boundary))
     once = problem.evaluate(problem.captured).seconds
 
     def over(hold: bool) -> float:
-        return problem.evaluate(_checkpointing.recomputations(problem, checkpoints, hold)).seconds / once
+        return problem.evaluate(_generalized_chen.recomputations(problem, checkpoints, hold)).seconds / once
 
     return {"held": over(True), "not_held": over(False)}
 

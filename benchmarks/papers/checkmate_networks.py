@@ -21,8 +21,8 @@ from benchmarks.papers.kusumoto_networks import Classifier
 from lightning_remat.cli._capture import Step, captured_graph
 from lightning_remat.graph import ComputationGraph, Op, Phase, Tensor, TensorRole
 from lightning_remat.solvers import Problem
-from lightning_remat.solvers._coarsen import contract
-from lightning_remat.solvers._problem import PlainProblem
+from lightning_remat.solvers.common._coarsen import contract
+from lightning_remat.solvers.common._problem import PlainProblem
 
 IMAGE, SCENE = (224, 224), (416, 608)
 """Pixels of the classification and of the segmentation networks (section 6.4)."""

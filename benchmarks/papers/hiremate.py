@@ -38,11 +38,11 @@ from benchmarks.papers.checkmate_networks import layers
 from benchmarks.papers.hiremate_networks import BATCHES, capture
 from lightning_remat.graph import ComputationGraph, Phase
 from lightning_remat.solvers import Block, Problem, Solution, solve
-from lightning_remat.solvers._blocks import alive_after
-from lightning_remat.solvers._hiremate import _renumber
-from lightning_remat.solvers._isomorphism import canonical_form, subproblem
-from lightning_remat.solvers._partition import backward_blocks, partition
-from lightning_remat.solvers._problem import PlainProblem
+from lightning_remat.solvers.common._problem import PlainProblem
+from lightning_remat.solvers.hiremate._blocks import alive_after
+from lightning_remat.solvers.hiremate._hiremate import _renumber
+from lightning_remat.solvers.hiremate._isomorphism import canonical_form, subproblem
+from lightning_remat.solvers.hiremate._partition import backward_blocks, partition
 
 PAPER_SIZES = {
     "GPT 24": (1858, 367, 734, 1614), "GPT 96": (7402, 1447, 2894, 6366), "UNet": (73, 50, 101, 205),

@@ -29,10 +29,10 @@ from benchmarks.papers.kumar_networks import feed_forward, resnet, transformer
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.schedule import verify
 from lightning_remat.solvers import NodeSequence, Problem
-from lightning_remat.solvers._greedy_xla import greedy_remat
-from lightning_remat.solvers._prune import drop_unused, once
-from lightning_remat.solvers._tree_decomposition import Tree, decompose, width
-from lightning_remat.solvers._treewidth import NodeGraph, remat
+from lightning_remat.solvers.common._prune import drop_unused, once
+from lightning_remat.solvers.kumar._tree_decomposition import Tree, decompose, width
+from lightning_remat.solvers.kumar._treewidth import NodeGraph, remat
+from lightning_remat.solvers.xla._greedy_xla import greedy_remat
 
 T = TypeVar("T")
 WITHIN = 0.25

@@ -30,8 +30,9 @@ from benchmarks.papers._report import script
 from benchmarks.papers.kusumoto_networks import CONVOLUTION_COST, NETWORKS, OTHER_COST, Network, build
 from lightning_remat.schedule import verify
 from lightning_remat.solvers import Problem
-from lightning_remat.solvers._kusumoto import LowerSetProgram
-from lightning_remat.solvers._lower_sets import (
+from lightning_remat.solvers.common._prune import once
+from lightning_remat.solvers.kusumoto._dynamic_programming import LowerSetProgram
+from lightning_remat.solvers.kusumoto._lower_sets import (
     Canonical,
     ForwardGraph,
     canonical,
@@ -42,7 +43,6 @@ from lightning_remat.solvers._lower_sets import (
     peak_without_liveness,
     pruned_family,
 )
-from lightning_remat.solvers._prune import once
 
 DEVICE_BYTES = 11_400_000_000
 """Memory of the paper's K40 (section 5)."""

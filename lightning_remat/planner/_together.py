@@ -34,8 +34,8 @@ from lightning_remat.planner._plan_cache import PlanCache
 from lightning_remat.planner._surroundings import Surroundings, Weights, replayed_bytes
 from lightning_remat.schedule import Schedule, Timeline, simulate
 from lightning_remat.solvers import INTERRUPTED, Problem, Status, plan_curve
-from lightning_remat.solvers._prune import once
-from lightning_remat.solvers._registry import ANY_ORDER
+from lightning_remat.solvers.common._prune import once
+from lightning_remat.solvers.common._registry import ANY_ORDER
 
 log = logging.getLogger(__name__)
 

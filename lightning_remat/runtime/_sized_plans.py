@@ -22,7 +22,7 @@ from lightning_remat.planner._plan import Plan
 from lightning_remat.runtime._recent import MOST, Recent
 from lightning_remat.schedule import Schedule, simulate, verify
 from lightning_remat.solvers import Problem, Status
-from lightning_remat.solvers._registry import ANY_ORDER
+from lightning_remat.solvers.common._registry import ANY_ORDER
 
 STEPS_A_DOUBLING = 4
 """Points of the grid from one size to twice that."""

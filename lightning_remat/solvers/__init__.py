@@ -1,33 +1,38 @@
 """Algorithms that turn a computation graph and a budget into a schedule. No torch here.
 
 ``solve(graph, budget_bytes, method=...)`` runs any of them; ``available()`` lists them.
+
+A folder a paper, or a question:
+
+* ``checkmate``: Jain et al. 2020, integer programs and their rounding.
+* ``chen_griewank``: Chen et al. 2016, and Griewank and Walther 2000, checkpoints on a chain.
+* ``kumar``: Kumar et al. 2019, tree and path decompositions.
+* ``kusumoto``: Kusumoto et al. 2019, lower sets.
+* ``hiremate``: Gusak et al. 2025, blocks of blocks; with Rotor, H-ILP and Rockmate's Checkmate.
+* ``moccasin``: Bartan et al. 2023, retention intervals.
+* ``xla``: the greedy of the XLA compiler.
+* ``bounds``: how long any schedule within a budget takes at least.
+* ``heuristics``: schedules that are quickly found, and improved.
+* ``portfolio``: the cheapest schedule, the smallest peak, the whole trade-off, the largest batch size, by several methods.
+* ``common``: what several of them use. Papers' folders do not import one another.
 """
 
-from lightning_remat.solvers import (  # registers the methods
-    _auto,
-    _checkpointing,
-    _chen,
-    _crossing,
-    _descent,
-    _greedy,
-    _greedy_xla,
-    _griewank,
-    _h_ilp,
-    _hiremate,
-    _kusumoto,
-    _lp_rounding,
-    _milp,
-    _moccasin,
-    _moments,
-    _no_remat,
-    _pathwidth,
-    _rk_checkmate,
-    _rotor,
-    _treewidth,
-    _unpartitioned,
-)
-from lightning_remat.solvers._auto import INTERRUPTED
-from lightning_remat.solvers._batch_size import (
+from lightning_remat.solvers.bounds import _binding_moments, _minimum_cut  # importing a module registers its methods
+from lightning_remat.solvers.checkmate import _generalized_chen, _lp_rounding, _milp, _milp_unpartitioned
+from lightning_remat.solvers.chen_griewank import _chen, _griewank
+from lightning_remat.solvers.common import _no_remat
+from lightning_remat.solvers.common._problem import Evaluation, NodeSequence, Problem
+from lightning_remat.solvers.common._registry import Answer, available, options_of, register, solve
+from lightning_remat.solvers.common._solution import Solution, Status
+from lightning_remat.solvers.heuristics import _descent, _greedy
+from lightning_remat.solvers.hiremate import _h_ilp, _hiremate, _rk_checkmate, _rotor
+from lightning_remat.solvers.hiremate._partition import Block, partitioners, register_partitioner
+from lightning_remat.solvers.kumar import _pathwidth, _treewidth
+from lightning_remat.solvers.kusumoto import _dynamic_programming
+from lightning_remat.solvers.moccasin import _moccasin
+from lightning_remat.solvers.portfolio import _auto
+from lightning_remat.solvers.portfolio._auto import INTERRUPTED
+from lightning_remat.solvers.portfolio._batch_size import (
     BatchSize,
     Trial,
     extrapolated_batch_size,
@@ -35,19 +40,16 @@ from lightning_remat.solvers._batch_size import (
     max_batch_size,
     one_extra_forward,
 )
-from lightning_remat.solvers._curve import Curve, plan_curve
-from lightning_remat.solvers._largest_batch import (
+from lightning_remat.solvers.portfolio._curve import Curve, plan_curve
+from lightning_remat.solvers.portfolio._largest_batch import (
     LargestBatch,
     OpSequence,
     largest_batch_size,
     moved,
     plain_batch_size,
 )
-from lightning_remat.solvers._partition import Block, partitioners, register_partitioner
-from lightning_remat.solvers._problem import Evaluation, NodeSequence, Problem
-from lightning_remat.solvers._registry import Answer, available, options_of, register, solve
-from lightning_remat.solvers._smallest import find_smallest
-from lightning_remat.solvers._solution import Solution, Status
+from lightning_remat.solvers.portfolio._smallest_peak import find_smallest
+from lightning_remat.solvers.xla import _greedy_xla
 
 __all__ = [
     "INTERRUPTED",

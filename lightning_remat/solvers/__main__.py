@@ -22,9 +22,9 @@ from pathlib import Path
 
 from lightning_remat._disk import replace_file
 from lightning_remat.graph import ComputationGraph
-from lightning_remat.solvers._improve import improve
-from lightning_remat.solvers._problem import Problem
-from lightning_remat.solvers._registry import options_of, run_algorithm, solution_of
+from lightning_remat.solvers.common._problem import Problem
+from lightning_remat.solvers.common._registry import options_of, run_algorithm, solution_of
+from lightning_remat.solvers.heuristics._large_neighbourhood_search import improve
 
 WORTH_WRITING = 1e-3
 """Share of the step's time that a schedule must save over the one before: exchanging it takes a moment too."""

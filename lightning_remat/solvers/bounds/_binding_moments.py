@@ -1,0 +1,195 @@
+"""The method "moments", and the strongest bound for any order: what is held at the moments that bind.
+
+The crossing between forward and backward (`_minimum_cut`) is one of the moments at which the budget binds. With long skip
+connections others do as well: those of large working sets early in the backward, beside what is kept for later. They differ
+from graph to graph, so likely ones are tried alone in the program of `_linear_program`, and taken together where that raises
+the bound (`choose`). A few large values add up to a budget in few ways only, which a linear program, holding shares of them,
+does not see: `branch` closes that part of the gap where the program is small enough.
+
+What such a program holds at the crossing leaves room for what follows. Schedules are made from it for several budgets, as
+"crossing" makes them for several amounts of bytes; those that still hold too much are lowered (`lower_peak`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+
+from lightning_remat.solvers.bounds._linear_program import MomentsProgram, is_chain, needed_at_the_boundary
+from lightning_remat.solvers.bounds._minimum_cut import BACKWARD_AFTER_FORWARD, rollouts
+from lightning_remat.solvers.checkmate._integer_program import alone_bytes
+from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
+from lightning_remat.solvers.common._prune import once
+from lightning_remat.solvers.common._registry import Answer, register
+from lightning_remat.solvers.common._solution import Status
+from lightning_remat.solvers.heuristics._descent import lower_peak
+from lightning_remat.solvers.hiremate._blocks import finish
+
+GAIN = 5e-4
+"""Share by which a moment must raise the bound to be taken."""
+
+MOST = 4
+"""Moments taken together, beside the crossing: with each, the program grows by another step."""
+
+ATTEMPTS = 24
+"""Moments that are tried alone."""
+
+LOWEST = 0.7
+"""Share of the budget, beside what is held all through the step, down to which what is held at the crossing is asked for."""
+
+
+def likely(problem: PlainProblem, budget_bytes: int) -> list[int]:
+    """Nodes whose moment may bind, the likeliest first.
+
+    There the step without rematerialization holds much, and the node's own working set, which never gets smaller, is much of
+    it: the sum of both is over the budget, and larger than before and after.
+    """
+    sequence = once(problem)
+    early = needed_at_the_boundary(problem)
+    sums = [
+        held + alone_bytes(problem, node) - problem.base_bytes
+        for held, node in zip(problem.memory(sequence), sequence.nodes, strict=True)
+    ]
+    found = [
+        (-size, node)
+        for before, size, after, node in zip([0, *sums], sums, [*sums[1:], 0], sequence.nodes, strict=False)
+        if before < size >= after and size > budget_bytes and (node >= problem.boundary or node in early)
+    ]
+    return [node for _, node in sorted(found)]
+
+
+def solve_program(
+    problem: PlainProblem,
+    nodes: Sequence[int],
+    budget_bytes: int,
+    deadline: float,
+    whole: bool = False,
+    solver: str = "CBC",
+) -> float:
+    """`MomentsProgram.bound` for some moments; 0 where nothing was proven."""
+    with contextlib.closing(MomentsProgram(problem, nodes, solver)) as program:
+        return program.bound(budget_bytes, deadline - time.monotonic(), whole) or 0.0
+
+
+def choose(
+    problem: PlainProblem, budget_bytes: int, deadline: float, solver: str = "CBC"
+) -> tuple[list[list[int]], float]:
+    """Moments to take together, none first and then one more each time, and the bound by the last of them.
+
+    Args:
+        problem: the problem.
+        budget_bytes: the most that may be held at any moment.
+        deadline: `time.monotonic` at which to stop: two thirds of the time are for moments alone.
+        solver: python-mip's name of the solver.
+    """
+    until = deadline - (deadline - time.monotonic()) / 3
+    best = crossing = solve_program(problem, (), budget_bytes, deadline, solver=solver)
+    chosen: list[list[int]] = [[]]
+    alone: list[tuple[float, int]] = []
+    for node in likely(problem, budget_bytes)[:ATTEMPTS]:
+        if time.monotonic() > (until if alone else deadline):
+            break
+        alone.append((solve_program(problem, [node], budget_bytes, deadline, solver=solver), node))
+    for value, node in sorted(alone, reverse=True):
+        if value < (1 + GAIN) * crossing or len(chosen) > MOST or (chosen[-1] and time.monotonic() > deadline):
+            break
+        together = sorted([*chosen[-1], node])
+        if is_chain(problem, together):
+            if chosen[-1]:
+                value = solve_program(problem, together, budget_bytes, deadline, solver=solver)
+            if value > (1 + GAIN) * best:
+                best = value
+                chosen.append(together)
+    return chosen, best
+
+
+def branch(
+    problem: PlainProblem, chosen: Sequence[Sequence[int]], budget_bytes: int, deadline: float, solver: str = "CBC"
+) -> float:
+    """The largest bound of some choices of moments with each value held or not; fewer moments prove less, but sooner."""
+    best = 0.0
+    for index, nodes in enumerate(chosen):
+        now = time.monotonic()
+        if now < deadline:
+            until = now + (deadline - now) / (len(chosen) - index)
+            best = max(best, solve_program(problem, nodes, budget_bytes, until, True, solver))
+    return best
+
+
+def bound(problem: PlainProblem, budget_bytes: int, deadline: float, solver: str = "CBC") -> float:
+    """Seconds that any schedule takes at least which is within a budget and runs the backward after the forward; 0: none known.
+
+    Args:
+        problem: the problem.
+        budget_bytes: the most that may be held at any moment.
+        deadline: `time.monotonic` at which to stop; up to half of the time is for the choice of moments.
+        solver: python-mip's name of the solver.
+    """
+    chosen, best = choose(problem, budget_bytes, 0.5 * (time.monotonic() + deadline), solver)
+    return max(best, branch(problem, chosen, budget_bytes, deadline, solver))
+
+
+def schedules(
+    problem: PlainProblem,
+    nodes: Sequence[int],
+    budget_bytes: int,
+    amounts: int,
+    most: int,
+    deadline: float,
+    solver: str = "CBC",
+) -> list[NodeSequence]:
+    """Schedules that keep what the program holds at the crossing for budgets from the given one down, ``most`` or so."""
+    found: list[NodeSequence] = []
+    seen: set[frozenset[int]] = set()
+    with contextlib.closing(MomentsProgram(problem, nodes, solver)) as program:
+        for step in range(amounts):
+            share = 1 - (1 - LOWEST) * step / amounts
+            budget = problem.base_bytes + share * (budget_bytes - problem.base_bytes)
+            left = deadline - time.monotonic()
+            if len(found) >= most or left < 0 or program.bound(budget, left) is None:
+                break
+            keep = program.held_at(program.crossing)
+            for sequence in rollouts(problem, keep) if keep not in seen else ():
+                lowered = lower_peak(problem, sequence, budget_bytes, deadline)
+                if problem.evaluate(lowered).peak_bytes <= budget_bytes:
+                    found.append(lowered)
+            seen.add(keep)
+    return found
+
+
+@register("moments")
+def moments(
+    problem: Problem,
+    budget_bytes: int,
+    *,
+    deadline: float,
+    seconds: float = 2.0,
+    branching_seconds: float = 3.0,
+    amounts: int = 12,
+    attempts: int = 6,
+    solver: str = "CBC",
+) -> Answer:
+    """Keep what a linear program holds at the crossing, given what is held at other moments that bind.
+
+    Args:
+        problem: the problem.
+        budget_bytes: the most that may be held at any moment.
+        deadline: `time.monotonic` at which to stop.
+        seconds: for the choice of moments.
+        branching_seconds: for a larger bound at the end, where the schedule is not near it.
+        amounts: how many budgets, from the given one down, the program is asked for.
+        attempts: how many schedules are filled up, of twice as many.
+        solver: python-mip's name of the solver.
+    """
+    if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:
+        return Answer(once(problem), Status.OPTIMAL)
+    chosen, least = choose(problem, budget_bytes, min(deadline, time.monotonic() + seconds), solver)
+    found = schedules(problem, chosen[-1], budget_bytes, amounts, 2 * attempts, deadline, solver)
+    best = finish(problem, found, budget_bytes, deadline, attempts)
+    if best is None or problem.evaluate(best).seconds > (1 + GAIN) * least:
+        until = min(deadline, time.monotonic() + branching_seconds)
+        least = max(least, branch(problem, chosen, budget_bytes, until, solver))
+    names = ", ".join(problem.name(node) for node in chosen[-1]) or "none"
+    notes = (f"{len(found)} schedules fit; moments beside the crossing: {names}",)
+    return Answer.of_search(best, deadline, least, BACKWARD_AFTER_FORWARD, notes=notes)

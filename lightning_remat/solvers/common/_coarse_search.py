@@ -1,0 +1,81 @@
+"""A program too small for the problem, solved on a coarsening of it: at several budgets, and filled up tensor by tensor.
+
+A coarse node is kept or computed again as a whole, which wastes a budget on tensors that are large and cheap. So the coarse
+program also runs at tighter budgets, and `keep_longer` spends the rest on the fine problem. Where the coarse program does not
+fit, larger budgets are tried: on the fine problem frees come earlier, and its schedule may fit all the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from lightning_remat.solvers.checkmate._integer_program import alone_bytes
+from lightning_remat.solvers.common._coarsen import coarsen
+from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem
+from lightning_remat.solvers.common._prune import keep_longer, required
+from lightning_remat.solvers.common._registry import Answer
+from lightning_remat.solvers.common._solution import Status
+
+COARSE_GAP = 5e-3
+"""The gap of a coarse program means little for the fine problem: half a percent will do."""
+
+LARGER = (110, 125, 150)
+"""Budgets for coarse programs, in percent of the budget, where the budget itself is too small for one."""
+
+Solve = Callable[[PlainProblem, int, float], tuple[NodeSequence | None, Status]]
+"""Solves a coarse problem within a budget in bytes, until a `time.monotonic`."""
+
+
+def search_coarsened(
+    problem: PlainProblem,
+    budget_bytes: int,
+    size: int,
+    solve: Solve,
+    deadline: float,
+    *,
+    known: Iterable[NodeSequence | None] = (),
+    tighter: Sequence[int] = (50, 25),
+) -> Answer:
+    """The cheapest sequence of ``problem`` from programs on its coarsening to ``size`` nodes.
+
+    Args:
+        problem: the problem.
+        budget_bytes: the most that may be held at any moment.
+        size: number of nodes of the coarsened problem, about.
+        solve: the program.
+        deadline: `time.monotonic` at which to stop.
+        known: sequences of ``problem`` that count where they are within the budget.
+        tighter: budgets for coarse programs where one fits, in percent of the way from the largest working set.
+    """
+    coarse = coarsen(problem, size)
+    notes = [f"{len(problem)} ops coarsened to {len(coarse.problem)}"]
+    low = max([alone_bytes(coarse.problem, node) for node in required(coarse.problem)], default=problem.base_bytes)
+    smaller = [low + (budget_bytes - low) * share // 100 for share in tighter if budget_bytes > low]
+    larger = [budget_bytes * share // 100 for share in LARGER]
+    found = [s for s in known if s is not None and problem.evaluate(s).peak_bytes <= budget_bytes]
+    until = deadline - min(2.0, 0.1 * max(0.0, deadline - time.monotonic()))  # the rest is for filling up
+    queue, status = [budget_bytes], Status.INFEASIBLE
+    while queue and (time.monotonic() < until or queue == [budget_bytes]):
+        budget = queue.pop(0)
+        now = time.monotonic()
+        turn = now + (until - now) / (len(queue) + 1 + (len(smaller) if budget == budget_bytes else 0))
+        result, ended = solve(coarse.problem, budget, turn)
+        fits = False
+        if result is not None:
+            sequence = coarse.refine(result)
+            fits = problem.evaluate(sequence).peak_bytes <= budget_bytes
+            found += [sequence] * fits
+        elif ended is Status.TIMEOUT:
+            status = Status.TIMEOUT
+        notes.append(f"coarse program at {budget:,} bytes: {ended.value}{', fits' if fits else ''}")
+        if budget == budget_bytes:
+            queue = smaller if fits else larger
+        elif budget > budget_bytes and fits:
+            break
+    if not found:
+        if status is Status.INFEASIBLE:
+            notes.append("infeasible for this coarsening only: more ops (coarsen_to) may fit")
+        return Answer(None, status, notes=tuple(notes))
+    kept = [keep_longer(problem, sequence, budget_bytes, max(deadline, time.monotonic() + 0.5)) for sequence in found]
+    return Answer(min(kept, key=lambda s: problem.evaluate(s).seconds), Status.FEASIBLE, notes=tuple(notes))

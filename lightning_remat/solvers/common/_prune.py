@@ -1,0 +1,100 @@
+"""Shorter sequences for the same work: what nobody reads is dropped, and what the budget has room for is kept.
+
+Solvers that plan on a coarser problem, or without looking at the budget, repeat more than they must. Both passes here only
+take evaluations out, so the order of what remains is theirs. Neither is optimal: `keep_longer` is greedy, the evaluation
+that saves the most seconds for what it takes of the budget goes first. What that is may be told in several ways (`CHARGES`):
+bytes say nothing of when they are held, and a budget is short at few moments. Which is best differs from graph to graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_remat.solvers.common._lifetimes import Charge, Lives
+from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem
+
+
+def drop_unused(problem: PlainProblem, sequence: NodeSequence) -> NodeSequence:
+    """The sequence without the evaluations whose outputs nobody reads before they are computed again.
+
+    First evaluations of random nodes, and those of nodes that may run once only, stay: they may have effects.
+    """
+    outputs = frozenset(problem.forward_outputs)
+    first: dict[int, int] = {}
+    for position, node in enumerate(sequence.nodes):
+        first.setdefault(node, position)
+    needed = set(problem.finals)
+    kept: list[int] = []
+    boundary = 0
+    for position in range(len(sequence.nodes) - 1, -1, -1):
+        if position == sequence.boundary - 1:
+            boundary = len(kept)  # counted from the end so far
+            needed |= {*problem.forward_outputs, *problem.forward_transient}
+        node = sequence.nodes[position]
+        held = outputs if position >= sequence.boundary else frozenset[int]()
+        effect = first[node] == position and (problem.random[node] or not problem.recomputable[node])
+        if effect or any([v in needed and v not in held for v in problem.writes[node]]):
+            kept.append(node)
+            needed.difference_update(problem.writes[node])
+            needed.update(problem.reads[node])
+    if sequence.boundary == 0:
+        boundary = len(kept)
+    return NodeSequence(tuple(reversed(kept)), len(kept) - boundary)
+
+
+def once(problem: PlainProblem) -> NodeSequence:
+    """No rematerialization: the captured order without the nodes that nothing depends on."""
+    return drop_unused(problem, problem.captured)
+
+
+def required(problem: PlainProblem) -> list[int]:
+    """Nodes that every schedule evaluates, in order: something the step hands out, or an effect, depends on each."""
+    return list(once(problem).nodes)
+
+
+def resting_bytes(problem: PlainProblem) -> int:
+    """Held whatever the schedule while no node runs: at the start, and as a backward without nodes (of views alone) begins."""
+    if any(problem.is_backward):
+        return problem.at_start_bytes
+    kept = {*problem.forward_outputs, *problem.finals} if required(problem) else problem.tangents
+    return max(problem.at_start_bytes, problem.base_bytes + sum([problem.nbytes[v] for v in kept]))
+
+
+def _tight_moments(extra: int, held: npt.NDArray[np.int64], budget_bytes: int) -> float:
+    return extra * float(((held / budget_bytes) ** 8).sum())
+
+
+CHARGES: dict[str, Charge | None] = {
+    "bytes": None,
+    "slack": lambda extra, held, budget_bytes: extra / max(1, budget_bytes - int(held.max())),
+    "root_slack": lambda extra, held, budget_bytes: extra / math.sqrt(max(1, budget_bytes - int(held.max()))),
+    "tight_moments": _tight_moments,
+}
+"""The ways of telling: bytes, bytes over what is free at the tightest moment or its root, bytes for each tight moment."""
+
+
+def keep_longer(
+    problem: PlainProblem,
+    sequence: NodeSequence,
+    budget_bytes: int,
+    deadline: float,
+    charge: str = "bytes",
+    bias: Callable[[float], float] | None = None,
+) -> NodeSequence:
+    """The sequence without the repeated evaluations that the budget has room to avoid.
+
+    Args:
+        problem: the problem.
+        sequence: a sequence within the budget.
+        budget_bytes: the most that may be held at any moment.
+        deadline: `time.monotonic` at which to stop; the sequence is valid and within the budget at any moment.
+        charge: which of `CHARGES` says what an evaluation's results take of the budget.
+        bias: a factor for the price of each evaluation, such as a random one; the order is then by the prices at the start.
+    """
+    lives = Lives(problem, sequence)
+    lives.fill(budget_bytes, deadline, CHARGES[charge], bias)
+    return drop_unused(problem, lives.sequence())

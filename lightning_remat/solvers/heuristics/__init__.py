@@ -1,0 +1,7 @@
+"""This project's heuristics: none proves a bound of its own.
+
+* ``_greedy``: "greedy", block boundaries kept, and the rest chosen by time saved a byte.
+* ``_descent``: "descent", from schedules that hold too much down to the budget.
+* ``_large_neighbourhood_search``: a schedule improved, bit by bit.
+* ``_reorder``: the backward in another order, which peaks lower.
+"""

@@ -1,0 +1,264 @@
+"""Dynamic programming over a chain of blocks, each with several options of what is kept: Rotor.
+
+Beaumont et al. (2019, 2024) solve chains of single ops; Rockmate (Zhao et al. 2023) chains of blocks with options, as HiRemate
+recalls it (Gusak et al. 2025, sections 2 and 3.2.1). C(s, t, m) is the least time of the forwards and backwards of the blocks
+s to t when the inputs of s are in memory, the gradients that come into t are too, and m bytes are free beside them. Either
+
+* F_s runs with an option o, whose values stay in memory through C(s + 1, t, m - kept) and serve B_s; or
+* the blocks s to s' - 1 run without keeping anything but the inputs of s', C(s', t, m - inputs) follows, those inputs are given
+  up, and C(s, s' - 1, m) runs the blocks s to s' - 1 again.
+
+What is carried over:
+
+* any forward is a chain of the blocks of a partition in a topological order: the inputs of a block are then *all* values that
+  cross into it, skip connections included. A value that crosses into s and into s'' crosses into every s' between, so a
+  checkpoint at s' costs the bytes of its values that are not inputs of s, and no more of the state is needed than s and t;
+* forward and backward ops are not paired: see `backward_blocks`. Gradients in flight are read off the order, which is fixed;
+* bytes are counted in ``slots``, rounded to the nearest, and inputs of a block count through its whole backward, though they
+  may die earlier. So the table is read at several m, around the budget, and the exact peak decides which schedule is taken;
+* values of ops that may run once stay in memory up to their last use, which the recurrence does not know.
+
+The recurrence is optimal among its own schedules (one order of the blocks, those options); nothing is claimed beyond.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Hashable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
+from lightning_remat.solvers.common._prune import once
+from lightning_remat.solvers.common._registry import Answer, register
+from lightning_remat.solvers.common._solution import Status
+from lightning_remat.solvers.heuristics._descent import lower_all
+from lightning_remat.solvers.hiremate._blocks import Chain, Option, Run, finish, keep_options, link_up, select
+from lightning_remat.solvers.hiremate._isomorphism import canonical_form
+from lightning_remat.solvers.hiremate._partition import Block, partition
+
+Costs = npt.NDArray[np.float64]
+Choices = npt.NDArray[np.int32]
+
+
+class Table:
+    """C(s, t, m) for every pair of blocks and every number of slots.
+
+    Args:
+        chain: the blocks.
+        limit_bytes: bytes of the last slot.
+        slots: number of slots, unless the sizes have a common divisor that needs fewer.
+        gap_bytes: held beside by others while the chain waits between its forward and its backward.
+    """
+
+    def __init__(self, chain: Chain, limit_bytes: int, slots: int, gap_bytes: int = 0) -> None:
+        self.chain, self.gap_bytes = chain, gap_bytes
+        sizes = [*chain.problem.nbytes, *chain.problem.workspace, chain.problem.forward_extra_bytes, gap_bytes]
+        divisor = functools.reduce(math.gcd, sizes, 0) or 1
+        self.unit: float = divisor if limit_bytes // divisor <= slots else limit_bytes / slots
+        self.slots = int(limit_bytes // self.unit)
+        self.cost: dict[tuple[int, int], Costs] = {}
+        self.choice: dict[tuple[int, int], Choices] = {}
+        count = len(chain.links)
+        for length in range(count):
+            for first in range(count - length):
+                self._fill(first, first + length)
+
+    def _fill(self, s: int, t: int) -> None:
+        chain, crossing, last = self.chain, self.chain.crossing, len(self.chain.links) - 1
+        beside = chain.problem.forward_extra_bytes if t == last else chain.incoming[t]
+        cost: Costs = np.full(self.slots + 1, np.inf)
+        choice: Choices = np.full(self.slots + 1, -1, dtype=np.int32)
+
+        def offer(number: int, price: Costs, needed_bytes: int) -> None:
+            start = math.ceil(needed_bytes / self.unit - 1e-9)
+            better = price < cost
+            better[: max(start, 0)] = False
+            cost[better] = price[better]
+            choice[better] = number
+
+        link = chain.links[s]
+        for number, option in enumerate(link.options):
+            needed = max(beside + option.forward_peak, chain.beside[s] + option.backward_peak)
+            if s == t == last:
+                needed = max(needed, self.gap_bytes + option.saved_bytes)
+            rest = np.zeros(self.slots + 1)
+            if s < t:
+                rest = self._less(self.cost[s + 1, t], self._kept(s, option))
+            offer(number, option.seconds + rest, needed)
+        seconds, needed = 0.0, 0
+        for middle in range(s + 1, t + 1):
+            bare = chain.links[middle - 1].bare
+            seconds += bare.forward_seconds
+            needed = max(needed, beside + bare.forward_peak + crossing[s][middle - 1])
+            right = self._less(self.cost[middle, t], crossing[s][middle])
+            offer(len(link.options) + middle - s - 1, seconds + right + self.cost[s, middle - 1], needed)
+        self.cost[s, t], self.choice[s, t] = cost, choice
+
+    def _kept(self, s: int, option: Option) -> int:
+        return option.saved_bytes + self.chain.crossing[s][s + 1]
+
+    def _less(self, cost: Costs, nbytes: int) -> Costs:
+        """C at every m when ``nbytes`` of it are taken."""
+        fewer = self._slots_of(nbytes)
+        shifted: Costs = np.full(self.slots + 1, np.inf)
+        if fewer <= self.slots:
+            shifted[fewer:] = cost[: self.slots + 1 - fewer]
+        return shifted
+
+    def _slots_of(self, nbytes: int) -> int:
+        return round(nbytes / self.unit)
+
+    def levels(self) -> list[int]:
+        """Numbers of slots at which the cost of the whole chain falls, the cheapest schedule first."""
+        if not self.chain.links:
+            return []
+        cost = self.cost[0, len(self.chain.links) - 1]
+        falls = np.flatnonzero(cost < np.concatenate(([np.inf], cost[:-1])))
+        return [int(m) for m in reversed(falls)]
+
+    def runs(self, m: int) -> list[Run]:
+        """The schedule that the cost at ``m`` slots stands for."""
+        found: list[Run] = []
+        chain = self.chain
+
+        def follow(s: int, t: int, m: int) -> None:
+            number, options = int(self.choice[s, t][m]), chain.links[s].options
+            if number < len(options):
+                found.append((s, False, options[number]))
+                if s < t:
+                    follow(s + 1, t, m - self._slots_of(self._kept(s, options[number])))
+                found.append((s, True, options[number]))
+                return
+            middle = s + 1 + number - len(options)
+            found.extend((k, False, None) for k in range(s, middle))
+            follow(middle, t, m - self._slots_of(chain.crossing[s][middle]))
+            follow(s, middle - 1, m)
+
+        follow(0, len(chain.links) - 1, m)
+        return found
+
+
+def fitting(chain: Chain, budget_bytes: int, slots: int, deadline: float, tries: int = 6) -> list[NodeSequence]:
+    """Schedules of a chain within the budget by their exact peaks: the cheapest in the table, and a few around it."""
+    return [sequence for peak, sequence in around(chain, budget_bytes, slots, deadline, tries) if peak <= budget_bytes]
+
+
+def around(
+    chain: Chain, budget_bytes: int, slots: int, deadline: float, tries: int = 6
+) -> list[tuple[int, NodeSequence]]:
+    """Exact peaks and schedules of a chain near a budget, by what the table says they cost, the cheapest first."""
+    problem = chain.problem
+    headroom = budget_bytes - problem.base_bytes
+    if headroom <= 0 or not chain.links:
+        return []
+    table = Table(chain, headroom + headroom // 2, slots)
+    levels = table.levels()
+    met: dict[int, tuple[int, NodeSequence]] = {}
+
+    def fits(index: int) -> bool:
+        if index not in met:
+            sequence = chain.sequence(table.runs(levels[index]))
+            met[index] = (problem.evaluate(sequence).peak_bytes, sequence)
+        return met[index][0] <= budget_bytes
+
+    low, high = 0, len(levels) - 1  # peaks fall along the levels, nearly
+    found = False
+    while low < high and time.monotonic() < deadline:
+        middle = (low + high) // 2
+        fit = fits(middle)
+        found |= fit
+        low, high = (low, middle) if fit else (middle + 1, high)
+    for index in range(max(0, low - tries), min(len(levels), low + tries)):
+        if not found or time.monotonic() < deadline:
+            found |= fits(index)
+    return [met[index] for index in sorted(met)]
+
+
+def usual_counts(problem: PlainProblem, most_nodes: int = 60) -> tuple[int, ...]:
+    """One to three numbers of blocks, of at most about ``most_nodes`` forward nodes each: options take their square."""
+    count = 12
+    while problem.boundary > most_nodes * count:
+        count *= 2
+    return (count, 2 * count, 4 * count)[: 3 if count < 48 else 1]
+
+
+@register("rotor")
+def rotor(
+    problem: Problem,
+    budget_bytes: int,
+    *,
+    deadline: float,
+    blocks: int | Sequence[int] | None = None,
+    options: int = 12,
+    slots: int = 400,
+    partitioner: str = "chain",
+    lower: bool = True,
+) -> Answer:
+    """The recurrence on the forward as a chain of blocks.
+
+    Args:
+        problem: the problem.
+        budget_bytes: the most that may be held at any moment.
+        deadline: `time.monotonic` at which to stop.
+        blocks: about how many blocks, or several such numbers, each of which is tried; ``None`` for three that suit the size.
+        options: the most options of a block.
+        slots: steps in which memory is counted.
+        partitioner: name of the partitioner that makes the blocks (see `partitioners`); its lower levels are not used.
+        lower: whether schedules that hold a little too much are lowered to the budget (`lower_all`) where none fits.
+    """
+    if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:
+        return Answer(once(problem), Status.OPTIMAL)
+    if not problem.boundary:
+        return Answer(None, Status.INFEASIBLE, notes=("no forward node that could be computed again",))
+    notes: list[str] = []
+    found: list[NodeSequence] = []
+    over: list[NodeSequence] = []
+    for chain in chains(problem, deadline, blocks, options, partitioner, notes):
+        near = around(chain, budget_bytes, slots, deadline)
+        fit = [sequence for peak, sequence in near if peak <= budget_bytes]
+        found += fit[:3]
+        over += [sequence for peak, sequence in near if peak > budget_bytes]
+        notes[-1] += ": fits" if fit else ": does not fit"
+    if not found and lower:
+        lowered = lower_all(problem, over, budget_bytes, deadline)
+        notes.append(f"{len(lowered)} of {len(over)} schedules that held too much were lowered")
+        found += lowered
+    best = finish(problem, found, budget_bytes, deadline)
+    if best is None:
+        status = Status.TIMEOUT if time.monotonic() > deadline else Status.INFEASIBLE
+        return Answer(None, status, notes=tuple(notes))
+    return Answer(best, Status.FEASIBLE, notes=tuple(notes))
+
+
+def chains(
+    problem: PlainProblem,
+    deadline: float,
+    blocks: int | Sequence[int] | None = None,
+    options: int = 12,
+    partitioner: str = "chain",
+    notes: list[str] | None = None,
+) -> Iterator[Chain]:
+    """The forward as chains of blocks with their options, one for each number of blocks; `rotor` says what the options mean."""
+    known: dict[Hashable, tuple[Option, ...]] = {}
+
+    def options_of(_: int, part: PlainProblem) -> tuple[Option, ...]:
+        form = canonical_form(part)
+        if form not in known:
+            known[form] = select(keep_options(part, deadline), options)
+        return known[form]
+
+    for count in dict.fromkeys([blocks] if isinstance(blocks, int) else blocks or usual_counts(problem)):
+        if time.monotonic() > deadline:
+            break
+        tops: tuple[Block, ...] = partition(
+            partitioner, problem, top_size=count, block_size=max(2, len(problem) // count)
+        )
+        known_before = len(known)
+        chain = link_up(problem, [block.nodes for block in tops], options_of)
+        if notes is not None:
+            notes.append(f"{len(tops)} blocks, {len(known) - known_before} of them new")
+        yield chain

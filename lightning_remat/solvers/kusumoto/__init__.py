@@ -1,0 +1,5 @@
+"""Kusumoto et al. 2019, "A Graph Theoretic Framework of Recomputation Algorithms for Memory-Efficient Backpropagation".
+
+* ``_dynamic_programming``: "exact_dp" and "approx_dp", over lower sets (section 4, Algorithm 1).
+* ``_lower_sets``: lower sets, and the recomputation strategies that they stand for (sections 2, 3 and 4.3).
+"""

@@ -1,0 +1,154 @@
+"""The method "moccasin": retention intervals (`_constraint_program`) by OR-Tools CP-SAT, an optional package.
+
+The model is that of Bartan, Li, Teague, Lott and Dilkina 2023, "Moccasin: Efficient Tensor Rematerialization for Neural
+Networks". Above ``max_ops`` nodes the problem is coarsened first, as for ``"milp"``: no bound of its own is reported then.
+
+CP-SAT runs in a process of its own. A crash of OR-Tools ends that process alone, and the libraries that it brings do not meet
+others of the same names.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lightning_remat.errors import SolverError
+from lightning_remat.solvers.checkmate._integer_program import StagesResult, best_start
+from lightning_remat.solvers.common._coarse_search import COARSE_GAP, search_coarsened
+from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
+from lightning_remat.solvers.common._prune import drop_unused, keep_longer, once
+from lightning_remat.solvers.common._registry import Answer, register
+from lightning_remat.solvers.common._solution import Status
+
+GRACE_SECONDS = 15.0
+"""How long after the deadline the process is waited for: CP-SAT looks at its clock now and then."""
+
+
+class Request(NamedTuple):
+    """What the process is asked; ``until`` is a `time.time`, which all processes share."""
+
+    problem: PlainProblem
+    budget_bytes: int
+    until: float
+    intervals: int = 3
+    gap: float = 1e-4
+    max_ops: int = 120
+    coarsen_to: int = 60
+    workers: int = 1
+    start: NodeSequence | None = None
+
+
+@register("moccasin")
+def moccasin(
+    problem: Problem,
+    budget_bytes: int,
+    *,
+    deadline: float,
+    intervals: int = 3,
+    gap: float = 1e-4,
+    max_ops: int = 120,
+    coarsen_to: int = 60,
+    workers: int = 1,
+    start: NodeSequence | None = None,
+) -> Answer:
+    """Moccasin's program.
+
+    Args:
+        problem: the problem.
+        budget_bytes: the most that may be held at any moment.
+        deadline: `time.monotonic` at which to stop.
+        intervals: C_v, the most retention intervals of a node.
+        gap: stop when the schedule is proven to be within this share of the bound.
+        max_ops: with more nodes than this the problem is coarsened.
+        coarsen_to: number of nodes of the coarsened problem, about.
+        workers: threads of CP-SAT, each with a search of its own.
+        start: a sequence to begin from, used where its peak is within the budget.
+
+    Raises:
+        SolverError: when OR-Tools is not installed, or for an ``intervals`` below 1.
+    """
+    if importlib.util.find_spec("ortools") is None:
+        raise SolverError(
+            "the method 'moccasin' needs OR-Tools, which is not installed: install it with "
+            "`pip install 'lightning-remat[moccasin]'` (or `pip install ortools`)"
+        )
+    if intervals < 1:
+        raise SolverError(f"moccasin: intervals={intervals!r}: a node has at least one retention interval")
+    if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:
+        return Answer(once(problem), Status.OPTIMAL)
+    until = time.time() + deadline - time.monotonic()
+    return ask([Request(problem, budget_bytes, until, intervals, gap, max_ops, coarsen_to, workers, start)])[0]
+
+
+def ask(requests: Sequence[Request]) -> list[Answer]:
+    """Answer requests, one after the other, in one process that loads OR-Tools.
+
+    Raises:
+        SolverError: when the process fails, or is not done `GRACE_SECONDS` after the last deadline.
+    """
+    # The interpreter's path is handed over; nothing of the user's own script is run again.
+    code = (
+        f"import sys; sys.path[:] = {sys.path!r}; from lightning_remat.solvers.moccasin._moccasin import serve; serve()"
+    )
+    left = max([request.until for request in requests]) - time.time()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            input=pickle.dumps(requests),
+            capture_output=True,
+            timeout=max(0.0, left) + GRACE_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise SolverError(f"OR-Tools did not stop {GRACE_SECONDS:g} s after its time limit") from error
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise SolverError(f"OR-Tools failed: {lines[-1] if lines else f'exit status {done.returncode}'}")
+    answers: list[Answer] = pickle.loads(done.stdout)
+    return answers
+
+
+def serve() -> None:
+    """The process's own part: requests from the standard input, answers to the standard output."""
+    requests: list[Request] = pickle.load(sys.stdin.buffer)
+    answers = [_answer(request) for request in requests]
+    pickle.dump(answers, sys.stdout.buffer)
+
+
+def _answer(request: Request) -> Answer:
+    from lightning_remat.solvers.moccasin._constraint_program import solve_intervals
+
+    problem, budget_bytes, intervals, gap = request.problem, request.budget_bytes, request.intervals, request.gap
+    deadline = time.monotonic() + request.until - time.time()
+    until = deadline - min(2.0, 0.1 * max(0.0, deadline - time.monotonic()))  # the rest is for filling up
+
+    def solved(what: PlainProblem, budget: int, gap: float, turn: float, start: NodeSequence | None) -> StagesResult:
+        return solve_intervals(
+            what, budget, intervals=intervals, gap=gap, workers=request.workers, deadline=turn, start=start
+        )
+
+    if len(problem) <= request.max_ops:
+        result = solved(problem, budget_bytes, gap, until, request.start)
+        scope = f"schedules in the captured order that evaluate an op at most once a stage and {intervals} times in all"
+        if any(problem.overwrites):
+            scope += ", each result in memory of its own"
+        if result.sequence is None:
+            return Answer(None, result.status, result.lower_bound_seconds, scope, notes=result.notes)
+        sequence = drop_unused(problem, result.sequence)  # a first evaluation that nobody reads yet may wait
+        if result.status is not Status.OPTIMAL:
+            sequence = keep_longer(problem, sequence, budget_bytes, max(deadline, time.monotonic() + 0.5))
+        bound = min(result.lower_bound_seconds, problem.evaluate(sequence).seconds)
+        return Answer(sequence, result.status, bound, scope, notes=result.notes)
+
+    def coarsely(coarse: PlainProblem, budget: int, turn: float) -> tuple[NodeSequence | None, Status]:
+        result = solved(coarse, budget, max(gap, COARSE_GAP), turn, None)
+        return result.sequence, result.status
+
+    # Checkpoints are there in any case, and a program takes long: one tighter budget.
+    known = (request.start, best_start(problem, budget_bytes, request.start))
+    return search_coarsened(problem, budget_bytes, request.coarsen_to, coarsely, deadline, known=known, tighter=(50,))

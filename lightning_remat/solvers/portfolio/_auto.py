@@ -1,0 +1,273 @@
+"""The portfolio: what is quick and good on networks first, the cheapest schedules improved, and a bound beside.
+
+"crossing" gives the bound, and schedules that are near it where the moment between forward and backward is what binds. Where
+those are well above it, "moments" has a better bound, and other schedules. "rotor" decides by blocks, which is better where the
+budget is low, and "descent" gives up what is held at the peak, which is best where it is very low; with "hiremate" it is asked
+only while the gap is open. So are "rotor" and "descent" for the problem with its backward in another order (`reorder`), if one
+takes less. The cheapest are where `improve` begins. Graphs of a few hundred nodes get the other quick methods as well, those of
+a few dozen Checkmate's program; larger ones only where nothing was found so far. What was tried, and how it went, is in the
+answer's notes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+
+from lightning_remat.errors import GraphError, ScheduleError, SolverError
+from lightning_remat.schedule import verify
+from lightning_remat.solvers.bounds._minimum_cut import BACKWARD_AFTER_FORWARD
+from lightning_remat.solvers.common._problem import NodeSequence, Problem
+from lightning_remat.solvers.common._prune import once
+from lightning_remat.solvers.common._registry import Answer, register, run_algorithm
+from lightning_remat.solvers.common._solution import Status
+from lightning_remat.solvers.heuristics._descent import needs_more
+from lightning_remat.solvers.heuristics._large_neighbourhood_search import improve
+from lightning_remat.solvers.heuristics._reorder import Reordered, reorder
+
+log = logging.getLogger(__name__)
+
+EXACT_UP_TO = 40
+"""Nodes up to which Checkmate's program is tried whole."""
+
+QUICK = (
+    "greedy", "chen_sqrt", "chen_greedy", "ap_sqrt", "ap_greedy", "linearized_sqrt", "linearized_greedy", "griewank_logn",
+    "greedy_xla", "treewidth", "pathwidth", "approx_dp",
+)  # fmt: skip
+"""Methods that take milliseconds on a few dozen nodes."""
+
+QUICK_UP_TO = 200
+"""Nodes up to which they are tried."""
+
+INTERRUPTED = "interrupted: this is the best so far"
+"""The note of an answer whose search was interrupted."""
+
+OPEN_GAP = 0.003
+"""Gap from which it pays to ask methods that take seconds, where the first take tenths of them."""
+
+WIDE_GAP = 0.005
+"""Gap from which it pays to ask "hiremate" too."""
+
+IMPROVING_GAP = 0.01
+"""Gap at which the improving has as much time as is usual for the whole search; less or more in proportion."""
+
+IMPROVING_SHARES = (0.6, 3.5)
+"""The least and the most of that time."""
+
+CLOSED_GAP = 0.001
+"""Gap up to which nothing is improved any more: costs are not known as well as that."""
+
+REFUSED = "what it found breaks a rule, and another schedule is taken; please report it"
+"""Of a method that has a defect."""
+
+EXACT = 1e-9
+"""Gap up to which a schedule is optimal: what rounding leaves."""
+
+HOPELESS = 1.25
+"""Times the cheapest schedule from which another is not improved."""
+
+BY_ORDER = ("rotor", "descent")
+"""Methods that another order of the backward pays for."""
+
+MOMENTS_UP_TO = 1500
+"""Nodes up to which "moments" is asked where the gap is not closed; on larger graphs it takes much longer."""
+
+HIREMATE_UP_TO = 1500
+"""Nodes up to which it is asked."""
+
+OTHERWISE = ("greedy", "hiremate", "treewidth", "linearized_greedy", "griewank_logn")
+"""Methods for larger graphs on which the first ones found nothing."""
+
+
+def usual_seconds(problem: Problem) -> float:
+    """How long a search for a graph of this size pays: a few seconds, and some more for thousands of nodes."""
+    return 4.0 + len(problem) / 400
+
+
+@register("auto")
+def auto(
+    problem: Problem,
+    budget_bytes: int,
+    *,
+    deadline: float,
+    seconds: float | None = None,
+    exact_up_to: int = EXACT_UP_TO,
+    exact_seconds: float = 5.0,
+    improvements: int = 4,
+    known: NodeSequence | None = None,
+) -> Answer:
+    """Try what suits the size of the problem, improve what is cheapest, and keep the best.
+
+    An interrupt (Ctrl-C) ends the search with the best so far, if there is one.
+
+    Args:
+        problem: the problem.
+        budget_bytes: the most that may be held at any moment.
+        deadline: `time.monotonic` at which to stop.
+        seconds: how long to search; ``None`` for what usually pays (`usual_seconds`). "hiremate" gets half as much again.
+        exact_up_to: nodes up to which Checkmate's program is solved whole.
+        exact_seconds: the most that Checkmate's program may take here; method ``"milp"`` takes the whole time limit.
+        improvements: how many of the cheapest schedules are improved, half as many again each time.
+        known: a sequence within the budget, if there is one already.
+    """
+    started = time.monotonic()
+    span = usual_seconds(problem) if seconds is None else seconds
+    portfolio = _Portfolio(problem, budget_bytes, deadline)
+    if too_large := needs_more(problem, budget_bytes):
+        return Answer(None, Status.INFEASIBLE, notes=(too_large,))
+    if known is not None:
+        portfolio.add("known", known)
+    try:
+        if portfolio.attempt("no_remat", deadline):
+            portfolio.add("no_remat", once(problem))  # without what nothing depends on
+        else:
+            until = min(deadline, started + span)
+            portfolio.search(until, span, exact_up_to, exact_seconds)
+            share = min(max(portfolio.gap() / IMPROVING_GAP, IMPROVING_SHARES[0]), IMPROVING_SHARES[1])
+            portfolio.improve(min(deadline, max(until, time.monotonic() + share * span)), improvements)
+            if portfolio.gap() > EXACT and "moments" not in portfolio.asked and time.monotonic() < until:
+                portfolio.attempt("moments", until)  # with what is left of the usual time
+    except KeyboardInterrupt:
+        if not portfolio.found:
+            raise
+        portfolio.notes.append(INTERRUPTED)
+    return portfolio.answer(started)
+
+
+class _Portfolio:
+    """Schedules that were found so far, with what is proven, and how it went.
+
+    Attributes:
+        found: seconds, the sequence, and the method, of each.
+        asked: the methods that were run.
+        notes: for people.
+    """
+
+    def __init__(self, problem: Problem, budget_bytes: int, deadline: float) -> None:
+        self.problem = problem
+        self.budget_bytes = budget_bytes
+        self.deadline = deadline
+        self.found: list[tuple[float, NodeSequence, str]] = []
+        self.asked: set[str] = set()
+        self.notes: list[str] = []
+        self._bounds: list[tuple[float, str]] = []
+
+    def attempt(self, method: str, limit: float, other: Reordered | None = None) -> bool:
+        """Run one method until ``limit``, on the problem or on another order of it; returns whether it has found something."""
+        begun = time.monotonic()
+        self.asked.add(method)
+        label = f"{method}, reordered" if other else method
+        try:
+            answer = run_algorithm(method, other or self.problem, self.budget_bytes, limit)
+        except (SolverError, GraphError) as error:  # a defect of that method: there are others
+            self.notes.append(f"{label}: {REFUSED}: {error}")
+            log.warning("%s: %s (%s)", label, REFUSED, error)
+            return False
+        taken = time.monotonic() - begun
+        if answer.sequence is None:
+            self.notes.append(f"{label}: {answer.status.value} after {taken:.1f} s")
+        else:
+            cost = self.add(method, other.original(answer.sequence) if other else answer.sequence)
+            self.notes.append(f"{label}: {cost:.6g} s a step, {answer.status.value} after {taken:.1f} s")
+        self.notes.extend(f"{label}: {note}" for note in answer.notes)
+        self._bounds.append((answer.lower_bound_seconds, answer.bound_scope))
+        return answer.sequence is not None
+
+    def add(self, method: str, sequence: NodeSequence) -> float:
+        """One more schedule within the budget; returns its seconds."""
+        cost = self.problem.evaluate(sequence).seconds
+        self.found.append((cost, sequence, method))
+        return cost
+
+    def least(self) -> float:
+        """Seconds of the cheapest."""
+        return min([cost for cost, _, _ in self.found], default=math.inf)
+
+    def proven(self, cost: float) -> tuple[float, str]:
+        """The largest bound; a schedule that is cheaper than a narrow bound is not one of those that it speaks of."""
+        holds = [one for one in self._bounds if one[1] == BACKWARD_AFTER_FORWARD or one[0] <= cost * (1 + EXACT)]
+        return max(holds, default=(0.0, ""))
+
+    def gap(self) -> float:
+        """By how much, as a share, the cheapest may be dearer than it has to be."""
+        bound = self.proven(self.least())[0]
+        return self.least() / bound - 1 if bound > 0 else math.inf
+
+    def search(self, until: float, span: float, exact_up_to: int, exact_seconds: float) -> None:
+        """Run what suits the size of the problem."""
+        size = len(self.problem)
+        self.attempt("crossing", until)
+        self.attempt("rotor", until)
+        if self.gap() > (CLOSED_GAP if size <= MOMENTS_UP_TO else OPEN_GAP):
+            self.attempt("moments", min(self.deadline, time.monotonic() + span))
+        for method in QUICK if size <= QUICK_UP_TO else ():
+            self.attempt(method, until)
+        if size <= exact_up_to:
+            self.attempt("exact_dp", until)
+            self.attempt("lp_rounding", min(until, time.monotonic() + exact_seconds))
+            self.attempt("milp", min(self.deadline, time.monotonic() + exact_seconds))
+        else:
+            self.notes.append(f"milp: not tried, {size} operations are more than {exact_up_to}")
+        if self.gap() > WIDE_GAP and (
+            other := reorder(self.problem, min(self.deadline, time.monotonic() + 0.2 * span))
+        ):
+            for method in BY_ORDER:
+                self.attempt(method, min(self.deadline, time.monotonic() + 0.5 * span), other)
+        if self.gap() > OPEN_GAP:
+            self.attempt("descent", min(self.deadline, max(until, time.monotonic() + 0.5 * span)))
+        if exact_up_to < size <= HIREMATE_UP_TO and self.found and self.gap() > WIDE_GAP:
+            self.attempt("hiremate", min(self.deadline, time.monotonic() + 0.5 * span))
+        for method in OTHERWISE:
+            if not self.found and time.monotonic() < self.deadline:
+                self.attempt(method, 0.5 * (self.deadline + time.monotonic()))
+
+    def improve(self, until: float, improvements: int) -> None:
+        """Successive halving of the best: as much time for each round, and in it for each schedule."""
+        distinct = {one[1].nodes: one for one in reversed(self.found)}
+        best = sorted(distinct.values(), key=lambda one: one[0])[:improvements]
+        best = [one for one in best if one[0] <= HOPELESS * best[0][0]]
+        rounds = len(best).bit_length()
+        for number in range(rounds):
+            for index, (cost, sequence, method) in enumerate(best):
+                left = until - time.monotonic()
+                if left <= 0 or self.gap() <= CLOSED_GAP:
+                    return
+                stop = time.monotonic() + left / ((rounds - number) * len(best) - index)
+                better, attempts = improve(self.problem, sequence, self.budget_bytes, stop, seed=number)
+                now = self.add(method, better)
+                self.notes.append(f"improved {method} from {cost:.6g} to {now:.6g} s a step in {attempts} attempts")
+                best[index] = (now, better, method)
+            best = sorted(best, key=lambda one: one[0])[: max(1, len(best) // 2)]
+
+    def verified(self) -> tuple[float, NodeSequence, str]:
+        """The cheapest that the verifier takes.
+
+        Raises:
+            ScheduleError: where it takes none of them, which no method should let happen.
+        """
+        refused: ScheduleError | None = None
+        for one in sorted(self.found, key=lambda one: one[0]):
+            try:
+                verify(self.problem.graph, self.problem.expand(one[1]), self.budget_bytes)
+            except ScheduleError as error:
+                refused = refused or error
+                self.notes.append(f"{one[2]}: {REFUSED}: {error}")
+                log.warning("%s: %s (%s)", one[2], REFUSED, error)
+            else:
+                return one
+        assert refused is not None, "asked where something was found"
+        raise refused
+
+    def answer(self, started: float) -> Answer:
+        """The cheapest, with the bound that holds for it."""
+        if not self.found:
+            late = time.monotonic() >= self.deadline
+            bound, scope = self.proven(math.inf)
+            status = Status.TIMEOUT if late else Status.INFEASIBLE
+            return Answer(None, status, bound, scope, notes=tuple(self.notes))
+        cost, sequence, method = self.verified()
+        bound, scope = self.proven(cost)
+        status = Status.OPTIMAL if cost <= bound * (1 + EXACT) else Status.FEASIBLE
+        self.notes.append(f"chose {method} after {time.monotonic() - started:.1f} s")
+        return Answer(sequence, status, bound, scope, method=method, notes=tuple(self.notes))

@@ -1,0 +1,122 @@
+"""The smallest peak: descents as far as they go, from the schedules of several methods, in two orders of the backward.
+
+On networks they often end at the largest working set of a single op, below which no schedule exists, or at what the backward's
+own values take in the order that `reorder` finds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+
+from lightning_remat.graph import ComputationGraph
+from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
+from lightning_remat.solvers.common._prune import required
+from lightning_remat.solvers.common._registry import Answer, solution_of
+from lightning_remat.solvers.common._solution import Solution, Status
+from lightning_remat.solvers.heuristics._descent import beginnings, largest_bytes, lower_peak
+from lightning_remat.solvers.heuristics._greedy import smallest
+from lightning_remat.solvers.heuristics._large_neighbourhood_search import improve
+from lightning_remat.solvers.heuristics._reorder import Reordered, backward_memory, reorder
+from lightning_remat.solvers.hiremate._blocks import finish
+from lightning_remat.solvers.hiremate._rotor import around, chains
+
+NEARLY = 0.005
+"""Share of the smallest peak by which a cheaper schedule's may be above it, unless no order has a smaller one."""
+
+WORTH = 40.0
+"""How much more than a share of the step's time the same share of the smallest peak counts there."""
+
+BLOCKWISE = 0.6
+"""Share of the time for schedules of chains of blocks."""
+
+SMALL = 200
+"""Nodes of problems that the greedy's schedule is lowered on first."""
+
+SLOTS = 400
+"""Steps in which Rotor's recurrence counts memory."""
+
+
+def find_smallest_sequence(problem: PlainProblem, deadline: float) -> NodeSequence:
+    """A sequence of the smallest peak that is found, or nearly so and cheaper, filled up within its peak."""
+    span = max(0.0, deadline - time.monotonic())
+    first, sequence = smallest(problem, time.monotonic() + span / 4)
+    found = [(first.peak_bytes, first.seconds, sequence)]
+    other = reorder(problem, time.monotonic() + span / 10)
+    order = other.order[problem.boundary :] if other else range(problem.boundary, len(problem))
+    backward = max(backward_memory(problem, order), default=0)
+    handed_out = sum([problem.nbytes[v] for v in problem.forward_outputs])
+    least = max(largest_bytes(problem)[0], problem.base_bytes + handed_out + backward)  # no less in these orders
+
+    def lower(one: PlainProblem, start: NodeSequence, until: float) -> None:
+        lowered = lower_peak(one, start, least, until)
+        original = one.original(lowered) if isinstance(one, Reordered) else lowered
+        evaluation = problem.evaluate(original)
+        found.append((evaluation.peak_bytes, evaluation.seconds, original))
+
+    def lowest() -> int:
+        return min([peak for peak, _, _ in found])
+
+    if len(problem) <= SMALL:  # a moment, and all that a short time allows
+        lower(problem, sequence, deadline)
+    orders = [one for one in (other, problem) if one is not None]
+    until = time.monotonic() + BLOCKWISE * (deadline - time.monotonic())
+    for one in orders:
+        for start in blockwise(one, lowest(), least, until):
+            if time.monotonic() < until:
+                lower(one, start, until)
+    others = ((one, start) for one in orders for start in beginnings(one, deadline))
+    for one, begin in itertools.chain([] if len(problem) <= SMALL else [(problem, sequence)], others):
+        if time.monotonic() > deadline or lowest() <= least:
+            break
+        lower(one, begin, deadline)
+    peak = limit = lowest()
+    if peak > least:
+        step = sum([problem.seconds[node] for node in required(problem)])
+        near = [one for one in found if one[0] <= (1 + NEARLY) * peak]
+        limit = min(near, key=lambda one: one[1] + WORTH * (one[0] / peak - 1) * step)[0]
+    fits = [one for held, _, one in found if held <= limit]
+    filled = finish(problem, fits, limit, max(deadline, time.monotonic() + 0.5))
+    assert filled is not None
+    return filled
+
+
+def blockwise(problem: PlainProblem, known_bytes: int, least_bytes: int, deadline: float) -> Iterator[NodeSequence]:
+    """Schedules of chains of blocks, for a budget between two, or for the larger; those of the smallest peaks first."""
+    for chain in chains(problem, deadline) if problem.boundary else ():
+        budget = (known_bytes + least_bytes) // 2
+        near = around(chain, budget, SLOTS, deadline) or around(chain, known_bytes, SLOTS, deadline)
+        for _, sequence in sorted(near, key=lambda one: one[0]):
+            yield sequence
+
+
+def find_smallest(graph: ComputationGraph, time_limit: float = 30.0) -> Solution:
+    """The schedule of the smallest peak that is found, improved at that peak: what ``budget="min"`` means.
+
+    It always has a schedule.
+
+    Args:
+        graph: the problem.
+        time_limit: seconds it may take.
+
+    Returns:
+        A `Solution` whose ``peak_bytes`` is the smallest feasible budget found. Its notes name the op whose own working set
+        no schedule can go below.
+    """
+    started = time.monotonic()
+    problem = Problem(graph)
+    deadline = started + time_limit
+    sequence = find_smallest_sequence(problem, deadline)
+    peak = problem.evaluate(sequence).peak_bytes
+    sequence, _ = improve(problem, sequence, peak, min(deadline, time.monotonic() + 2.0 + len(problem) / 400))
+    notes: tuple[str, ...] = ("the smallest peak found; a smaller one may exist",)
+    floor, worst = largest_bytes(problem)
+    if worst is not None:
+        reached = problem.evaluate(sequence).peak_bytes <= floor
+        first = f"no schedule needs less than the {floor:,} bytes of {problem.name(worst)} alone"
+        notes = (first,) if reached else (first, *notes)
+    return solution_of(
+        graph, problem, Answer(sequence, Status.FEASIBLE, notes=notes), math.inf, "smallest", {}, started
+    )
