@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from lightning_remat.graph import ComputationGraph, Op, Phase, Tensor
 from lightning_remat.solvers import Problem, Status, solve
 from lightning_remat.solvers.checkmate._generalized_chen import articulation_points, recomputations, root_ends
-from lightning_remat.solvers.checkmate._integer_program import from_stages, to_stages
-from lightning_remat.solvers.chen_griewank._chen import crossing, greedy_ends, greedy_segmentations
 from lightning_remat.solvers.common._prune import drop_unused, required
 from lightning_remat.solvers.common._rollout import rollout
+from lightning_remat.solvers.common._segments import crossing, greedy_ends, greedy_segmentations
+from lightning_remat.solvers.common._stages import from_stages, to_stages
 from tests.helpers.brute_force import cheapest_in_stages
 from tests.helpers.graphs import random_graph, unit_chain
 

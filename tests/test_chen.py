@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from lightning_remat.schedule import Schedule
 from lightning_remat.solvers import Problem, Status, solve
-from lightning_remat.solvers.chen_griewank._chen import crossing, segment_ends
 from lightning_remat.solvers.common._prune import drop_unused, once
 from lightning_remat.solvers.common._rollout import rollout
+from lightning_remat.solvers.common._segments import crossing, segment_ends
 from tests.helpers.graphs import random_graph, unit_chain
 
 

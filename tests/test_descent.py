@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from lightning_remat.schedule import verify
 from lightning_remat.solvers import Problem, Status, find_smallest, solve
+from lightning_remat.solvers.common._eviction import evict, gaps
 from lightning_remat.solvers.common._prune import CHARGES, keep_longer, once, required
-from lightning_remat.solvers.heuristics._descent import evict, gaps, least_bytes
+from lightning_remat.solvers.common._working_set import least_bytes
 from tests.helpers.brute_force import cheapest_of_any_order
 from tests.helpers.graphs import random_graph, unit_chain
 from tests.test_schedule import recomputing_sequence

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from lightning_remat.schedule import verify
 from lightning_remat.solvers import Problem, solve
+from lightning_remat.solvers.common._eviction import lower_peak
 from lightning_remat.solvers.common._lifetimes import Lives
 from lightning_remat.solvers.common._problem import NodeSequence
 from lightning_remat.solvers.common._prune import once, required
-from lightning_remat.solvers.heuristics._descent import lower_peak
 from lightning_remat.solvers.heuristics._large_neighbourhood_search import improve
 from tests.helpers.graphs import random_graph, unit_chain
 from tests.test_reorder import joined_branches

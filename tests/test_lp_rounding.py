@@ -17,18 +17,11 @@ from lightning_remat.errors import SolverError
 from lightning_remat.schedule import verify
 from lightning_remat.solvers import NodeSequence, Problem, Status, solve
 from lightning_remat.solvers.checkmate import _lp_rounding as _registers  # noqa: F401
-from lightning_remat.solvers.checkmate._integer_program import (
-    CAPTURED_ORDER,
-    Program,
-    Stages,
-    fill_computations,
-    from_stages,
-    solve_stages,
-    to_stages,
-)
+from lightning_remat.solvers.checkmate._integer_program import CAPTURED_ORDER, Program, fill_computations, solve_stages
 from lightning_remat.solvers.checkmate._lp_rounding import _Allowances, round_checkpoints, sample_checkpoints
 from lightning_remat.solvers.common._prune import required
 from lightning_remat.solvers.common._rollout import rollout
+from lightning_remat.solvers.common._stages import Stages, from_stages, to_stages
 from tests.helpers.brute_force import cheapest_in_stages
 from tests.helpers.graphs import random_graph, unit_chain
 from tests.test_schedule import recomputing_sequence

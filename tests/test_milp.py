@@ -14,19 +14,14 @@ from hypothesis import strategies as st
 
 from lightning_remat.schedule import verify
 from lightning_remat.solvers import NodeSequence, Problem, Status, solve
-from lightning_remat.solvers.checkmate._integer_program import (
-    CAPTURED_ORDER,
-    best_start,
-    from_stages,
-    solve_stages,
-    to_stages,
-)
+from lightning_remat.solvers.checkmate._integer_program import CAPTURED_ORDER, solve_stages
 from lightning_remat.solvers.checkmate._milp import milp
 from lightning_remat.solvers.common._coarsen import Coarsening, coarsen, contract
 from lightning_remat.solvers.common._mip import Model
 from lightning_remat.solvers.common._problem import PlainProblem
 from lightning_remat.solvers.common._prune import required
 from lightning_remat.solvers.common._rollout import rollout
+from lightning_remat.solvers.common._stages import best_start, from_stages, to_stages
 from tests.helpers.brute_force import cheapest_in_stages, cheapest_of_any_order
 from tests.helpers.graphs import random_graph, unit_chain
 from tests.test_schedule import recomputing_sequence

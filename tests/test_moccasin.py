@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from lightning_remat.errors import SolverError
 from lightning_remat.schedule import verify
 from lightning_remat.solvers import Problem, Status, solve
-from lightning_remat.solvers.checkmate._integer_program import from_stages
 from lightning_remat.solvers.common._prune import drop_unused, once, required
 from lightning_remat.solvers.common._rollout import rollout
+from lightning_remat.solvers.common._stages import from_stages
 from lightning_remat.solvers.moccasin._moccasin import Request, ask
 from tests.helpers.brute_force import cheapest_in_stages, cheapest_of_any_order
 from tests.helpers.graphs import random_graph, unit_chain

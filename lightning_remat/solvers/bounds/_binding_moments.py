@@ -18,13 +18,12 @@ from collections.abc import Sequence
 
 from lightning_remat.solvers.bounds._linear_program import MomentsProgram, is_chain, needed_at_the_boundary
 from lightning_remat.solvers.bounds._minimum_cut import BACKWARD_AFTER_FORWARD, rollouts
-from lightning_remat.solvers.checkmate._integer_program import alone_bytes
+from lightning_remat.solvers.common._eviction import lower_peak
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
-from lightning_remat.solvers.common._prune import once
+from lightning_remat.solvers.common._prune import finish, once
 from lightning_remat.solvers.common._registry import Answer, register
 from lightning_remat.solvers.common._solution import Status
-from lightning_remat.solvers.heuristics._descent import lower_peak
-from lightning_remat.solvers.hiremate._blocks import finish
+from lightning_remat.solvers.common._working_set import alone_bytes
 
 GAIN = 5e-4
 """Share by which a moment must raise the bound to be taken."""

@@ -25,11 +25,10 @@ from collections.abc import Iterable, Iterator
 from lightning_remat.solvers.bounds._linear_program import MomentsProgram
 from lightning_remat.solvers.common._lifetimes import LONGEST
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
-from lightning_remat.solvers.common._prune import drop_unused, once
+from lightning_remat.solvers.common._prune import drop_unused, finish, once
 from lightning_remat.solvers.common._registry import Answer, register
 from lightning_remat.solvers.common._rollout import rollout
 from lightning_remat.solvers.common._solution import Status
-from lightning_remat.solvers.hiremate._blocks import finish
 
 BACKWARD_AFTER_FORWARD = "any schedule that runs the backward after the forward, in any order"
 

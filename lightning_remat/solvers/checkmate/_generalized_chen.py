@@ -25,13 +25,13 @@ from collections.abc import Iterable, Sequence
 
 import networkx as nx
 
-from lightning_remat.solvers.checkmate._integer_program import from_stages, to_stages
-from lightning_remat.solvers.chen_griewank._chen import fastest_fitting, greedy_segmentations, segment_ends
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers.common._prune import drop_unused, once
 from lightning_remat.solvers.common._registry import Answer, register
 from lightning_remat.solvers.common._rollout import rollout
+from lightning_remat.solvers.common._segments import fastest_fitting, greedy_segmentations, segment_ends
 from lightning_remat.solvers.common._solution import Status
+from lightning_remat.solvers.common._stages import from_stages, to_stages
 
 
 def articulation_points(problem: PlainProblem) -> list[int]:

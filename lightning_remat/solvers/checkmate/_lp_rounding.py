@@ -25,19 +25,14 @@ from collections.abc import Iterator
 import mip
 
 from lightning_remat.errors import SolverError
-from lightning_remat.solvers.checkmate._integer_program import (
-    CAPTURED_ORDER,
-    Program,
-    alone_bytes,
-    fill_computations,
-    from_stages,
-    too_large,
-)
+from lightning_remat.solvers.checkmate._integer_program import CAPTURED_ORDER, Program, fill_computations, too_large
 from lightning_remat.solvers.common._coarsen import Coarsening, coarsen
 from lightning_remat.solvers.common._problem import Evaluation, NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers.common._prune import drop_unused, keep_longer, once, required
 from lightning_remat.solvers.common._registry import Answer, register
 from lightning_remat.solvers.common._solution import Status
+from lightning_remat.solvers.common._stages import from_stages
+from lightning_remat.solvers.common._working_set import alone_bytes
 
 Checkpoints = list[dict[int, float]]
 """The rows of S: by stage, the share of each value that is held into it."""

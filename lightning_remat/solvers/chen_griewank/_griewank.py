@@ -28,8 +28,8 @@ from math import comb
 from lightning_remat.solvers.common._problem import NodeSequence, Problem
 from lightning_remat.solvers.common._prune import drop_unused, once
 from lightning_remat.solvers.common._registry import Answer, register
+from lightning_remat.solvers.common._segments import crossing_values
 from lightning_remat.solvers.common._solution import Status
-from lightning_remat.solvers.heuristics._greedy import crossing_values
 
 
 @register("griewank_logn")

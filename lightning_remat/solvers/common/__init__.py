@@ -11,8 +11,12 @@ The problem, and how it is solved:
 Schedules:
 
 * ``_rollout``: from a choice of values to keep to a whole schedule.
+* ``_segments``: segments of the forward, and the values that cross their ends.
+* ``_stages``: schedules in stages, as integer programs see them.
 * ``_prune``: what nobody reads is dropped, and what the budget has room for is kept.
+* ``_eviction``: what is held at the peak is given up, and computed again.
 * ``_lifetimes``: a schedule that is changed step by step, and the memory held meanwhile.
+* ``_working_set``: the bytes that an op needs while it runs.
 
 Smaller problems and other solvers:
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from lightning_remat.solvers.checkmate._integer_program import alone_bytes
 from lightning_remat.solvers.common._coarsen import coarsen
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem
 from lightning_remat.solvers.common._prune import keep_longer, required
 from lightning_remat.solvers.common._registry import Answer
 from lightning_remat.solvers.common._solution import Status
+from lightning_remat.solvers.common._working_set import alone_bytes
 
 COARSE_GAP = 5e-3
 """The gap of a coarse program means little for the fine problem: half a percent will do."""

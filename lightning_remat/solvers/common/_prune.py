@@ -9,7 +9,8 @@ bytes say nothing of when they are held, and a budget is short at few moments. W
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -98,3 +99,16 @@ def keep_longer(
     lives = Lives(problem, sequence)
     lives.fill(budget_bytes, deadline, CHARGES[charge], bias)
     return drop_unused(problem, lives.sequence())
+
+
+def finish(
+    problem: PlainProblem, sequences: Sequence[NodeSequence], budget_bytes: int, deadline: float, most: int = 6
+) -> NodeSequence | None:
+    """The cheapest of some sequences within the budget, when what is left of it has been filled up."""
+    distinct = {sequence.nodes: sequence for sequence in sequences}
+    ranked = sorted(distinct.values(), key=lambda sequence: problem.evaluate(sequence).seconds)
+    filled = ranked[:1]
+    for sequence in ranked[:most]:
+        if time.monotonic() < deadline:
+            filled.append(keep_longer(problem, sequence, budget_bytes, deadline))
+    return min(filled, key=lambda sequence: problem.evaluate(sequence).seconds, default=None)

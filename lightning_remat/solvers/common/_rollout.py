@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable
 
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem
 
+Keep = frozenset[int]
+
 
 def rollout(problem: PlainProblem, keep: Iterable[int], forget: Collection[int] = frozenset()) -> NodeSequence:
     """The sequence that keeps the values ``keep`` from the forward and computes others again when they are needed.
@@ -57,3 +59,16 @@ def rollout(problem: PlainProblem, keep: Iterable[int], forget: Collection[int] 
         for v in forgotten:
             present[v] = 0
     return NodeSequence(tuple(nodes), boundary)
+
+
+def candidates(problem: PlainProblem) -> list[Keep]:
+    """What may be kept together: each forward value that a backward node may need, and all outputs of one node."""
+    found: dict[Keep, None] = {}
+    for node in range(problem.boundary):
+        if problem.recomputable[node]:
+            writes = [v for v in problem.writes[node] if problem.consumers[v]]
+            for v in writes:
+                found[frozenset([v])] = None
+            if len(writes) > 1:
+                found[frozenset(writes)] = None
+    return list(found)

@@ -10,147 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
 from lightning_remat.solvers.bounds._minimum_cut import CrossingProgram, rollouts
-from lightning_remat.solvers.checkmate._integer_program import alone_bytes
-from lightning_remat.solvers.common._lifetimes import LONGEST
+from lightning_remat.solvers.common._eviction import lower_peak
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
-from lightning_remat.solvers.common._prune import drop_unused, once, required
+from lightning_remat.solvers.common._prune import drop_unused, finish, once
 from lightning_remat.solvers.common._registry import Answer, register
 from lightning_remat.solvers.common._rollout import rollout
 from lightning_remat.solvers.common._solution import Status
+from lightning_remat.solvers.common._working_set import needs_more
 from lightning_remat.solvers.heuristics._greedy import starts
-from lightning_remat.solvers.hiremate._blocks import finish
-
-Gap = tuple[int, int, int]
-"""A value, the position of one use or of its making, and that of the next use."""
 
 SHARES = (0.5, 0.25, 0.125, 0.06, 0.03, 0.0)
 """Of the bytes that the backward can ask back: what is held at the crossing where descents begin."""
-
-SINGLE = 60
-"""Values, from the largest on, that are tried alone at one moment."""
-
-
-def gaps(problem: PlainProblem, sequence: NodeSequence) -> list[Gap]:
-    """Where values of the forward are held that could be given up and computed again."""
-    may = [
-        0 <= made < problem.boundary and problem.recomputable[made] and problem.nbytes[v] > 0
-        for v, made in enumerate(problem.producer)
-    ]
-    for v in problem.forward_outputs:
-        may[v] = False
-    last: dict[int, int] = {}
-    found: list[Gap] = []
-    for position, node in enumerate(sequence.nodes):
-        for v in problem.reads[node]:
-            if may[v]:
-                if position > last[v] + 2:
-                    found.append((v, last[v], position))
-                last[v] = position
-        for v in problem.writes[node]:
-            last[v] = position
-    return found
-
-
-def evict(problem: PlainProblem, sequence: NodeSequence, given_up: Iterable[Gap]) -> NodeSequence | None:
-    """The sequence with values given up in some of its `gaps`, and computed again just in time for the next use.
-
-    What is computed again reads what the sequence holds at that moment, and beyond that is computed again itself, for this
-    one use. ``None`` where a value would have to be that may not be.
-    """
-    reads, writes, producer = problem.reads, problem.writes, problem.producer
-    frees = problem.last_uses(sequence)
-    given: dict[int, list[int]] = {}
-    for v, position, _ in given_up:
-        given.setdefault(position, []).append(v)
-    held = bytearray(len(problem.nbytes))
-    for v in problem.tangents:
-        held[v] = 1
-    nodes: list[int] = []
-    boundary = -1
-    for position, node in enumerate(sequence.nodes):
-        if position == sequence.boundary:
-            boundary = len(nodes)
-        again: list[int] = []  # values that are here for this node only
-        stack = [node]
-        while stack:
-            now = stack[-1]
-            missing = [producer[v] for v in reads[now] if not held[v]]
-            if missing:
-                if not all([problem.recomputable[made] for made in missing]):
-                    return None
-                stack.extend(missing)
-                continue
-            stack.pop()
-            if now == node:
-                break
-            if all([held[v] for v in writes[now]]):
-                continue  # two readers asked for it
-            nodes.append(now)
-            for v in writes[now]:
-                held[v] = 1
-                again.append(v)
-        nodes.append(node)
-        if len(nodes) > LONGEST * len(problem):
-            return None
-        wanted = set(reads[node])
-        for v in again:
-            if v not in wanted:
-                held[v] = 0
-        for v in writes[node]:
-            held[v] = 1
-        for v in (*frees[position + 1], *given.get(position, ())):
-            held[v] = 0
-    if boundary < 0:
-        boundary = len(nodes)
-    return drop_unused(problem, NodeSequence(tuple(nodes), boundary))
-
-
-def lower_peak(problem: PlainProblem, sequence: NodeSequence, target_bytes: int, deadline: float) -> NodeSequence:
-    """The sequence with its peak lowered step by step, to ``target_bytes`` or as far as single steps go."""
-
-    def profile(of: NodeSequence) -> tuple[tuple[int, int], list[int]]:
-        memory = problem.memory(of)
-        peak = max(memory, default=0)
-        return (peak, memory.count(peak)), memory
-
-    height, memory = profile(sequence)
-    while height[0] > target_bytes and time.monotonic() < deadline:
-        moment = memory.index(height[0])
-        node = sequence.nodes[moment]
-        busy = {*problem.reads[node], *problem.writes[node]}
-        idle = [gap for gap in gaps(problem, sequence) if gap[1] < moment < gap[2] and gap[0] not in busy]
-        idle.sort(key=lambda gap: -problem.nbytes[gap[0]])
-        for given_up in (idle, *([gap] for gap in idle[:SINGLE])):
-            other = evict(problem, sequence, given_up) if given_up else None
-            if other is not None:
-                lower, there = profile(other)
-                if lower < height:
-                    sequence, height, memory = other, lower, there
-                    break
-        else:
-            break
-    return sequence
-
-
-def lower_all(
-    problem: PlainProblem, sequences: Sequence[NodeSequence], budget_bytes: int, deadline: float, enough: int = 4
-) -> list[NodeSequence]:
-    """Those of some schedules that can be lowered to a budget, the cheapest first; ``enough`` of them will do."""
-    found: list[NodeSequence] = []
-    distinct = {sequence.nodes: sequence for sequence in sequences}
-    ranked = sorted(distinct.values(), key=lambda sequence: problem.evaluate(sequence).seconds)
-    for index, sequence in enumerate(ranked):
-        left = deadline - time.monotonic()
-        if len(found) >= enough or left <= 0:
-            break
-        until = time.monotonic() + 2 * left / (len(ranked) - index + 1)
-        lowered = lower_peak(problem, sequence, budget_bytes, until)
-        if problem.evaluate(lowered).peak_bytes <= budget_bytes:
-            found.append(lowered)
-    return found
 
 
 def beginnings(problem: PlainProblem, deadline: float, solver: str = "CBC") -> Iterator[NodeSequence]:
@@ -193,25 +66,3 @@ def descent(problem: Problem, budget_bytes: int, *, deadline: float, enough: int
     notes = (f"{len(fits)} of {tried} descents reached the budget",)
     best = finish(problem, fits, budget_bytes, deadline, attempts)
     return Answer.of_search(best, deadline, notes=notes)
-
-
-def least_bytes(problem: PlainProblem, node: int) -> int:
-    """Bytes that must be held while ``node`` runs, also where its result takes the memory of one of its inputs.
-
-    While the backward runs the caller holds what the forward has handed out.
-    """
-    taken = max([problem.nbytes[v] for v in problem.overwrites[node]], default=0) if problem.overwrites else 0
-    own = {*problem.reads[node], *problem.writes[node]}
-    beside = [v for v in problem.forward_outputs if v not in own] if node >= problem.boundary else []
-    return alone_bytes(problem, node) - taken + sum([problem.nbytes[v] for v in beside])
-
-
-def largest_bytes(problem: PlainProblem) -> tuple[int, int | None]:
-    """Bytes that no schedule can do without, and the node that needs them while it runs (``None``: there are no nodes)."""
-    return max([(least_bytes(problem, node), node) for node in required(problem)], default=(0, None))
-
-
-def needs_more(problem: PlainProblem, budget_bytes: int) -> str:
-    """Names a node that needs more than a budget whatever the schedule; "" without one."""
-    least, node = largest_bytes(problem)
-    return f"{problem.name(node)} alone needs {least:,} bytes" if node is not None and least > budget_bytes else ""

@@ -16,33 +16,9 @@ from collections.abc import Iterable, Iterator
 from lightning_remat.solvers.common._problem import Evaluation, NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers.common._prune import keep_longer
 from lightning_remat.solvers.common._registry import Answer, register
-from lightning_remat.solvers.common._rollout import rollout
+from lightning_remat.solvers.common._rollout import Keep, candidates, rollout
+from lightning_remat.solvers.common._segments import crossing_values
 from lightning_remat.solvers.common._solution import Status
-
-Keep = frozenset[int]
-
-
-def crossing_values(problem: PlainProblem) -> list[list[int]]:
-    """For each forward position, the values that are written up to it and read by a later forward node.
-
-    What the forward must hold anyway at the moment after node ``p`` has run: a block boundary is where this is small.
-    """
-    boundary = problem.boundary
-    last_read = [-1] * len(problem.nbytes)
-    for node in range(boundary):
-        for v in problem.reads[node]:
-            last_read[v] = node
-    for v in problem.forward_outputs:
-        last_read[v] = boundary
-    alive: dict[int, None] = {}
-    result = []
-    for node in range(boundary):
-        for v in problem.writes[node]:
-            alive[v] = None
-        for v in [v for v in alive if last_read[v] <= node]:
-            del alive[v]
-        result.append(list(alive))
-    return result
 
 
 def boundary_sets(problem: PlainProblem, strides: Iterable[int] = (1, 2, 3, 4, 6, 8, 12)) -> Iterator[Keep]:
@@ -69,19 +45,6 @@ def boundary_sets(problem: PlainProblem, strides: Iterable[int] = (1, 2, 3, 4, 6
                 yield keep
     if frozenset() not in seen:
         yield frozenset()
-
-
-def candidates(problem: PlainProblem) -> list[Keep]:
-    """What may be kept together: each forward value that a backward node may need, and all outputs of one node."""
-    found: dict[Keep, None] = {}
-    for node in range(problem.boundary):
-        if problem.recomputable[node]:
-            writes = [v for v in problem.writes[node] if problem.consumers[v]]
-            for v in writes:
-                found[frozenset([v])] = None
-            if len(writes) > 1:
-                found[frozenset(writes)] = None
-    return list(found)
 
 
 def fill(problem: PlainProblem, keep: Keep, budget_bytes: int, deadline: float) -> Keep:

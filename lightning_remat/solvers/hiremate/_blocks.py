@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem
-from lightning_remat.solvers.common._prune import drop_unused, keep_longer
-from lightning_remat.solvers.common._rollout import rollout
-from lightning_remat.solvers.heuristics._greedy import candidates
+from lightning_remat.solvers.common._prune import drop_unused
+from lightning_remat.solvers.common._rollout import candidates, rollout
 from lightning_remat.solvers.hiremate._isomorphism import subproblem
 from lightning_remat.solvers.hiremate._partition import backward_blocks
 
@@ -258,16 +257,3 @@ def link_up(
         part = subproblem(problem, forward, backward)
         links.append(Link(part.nodes, part.problem, tuple(options_of(index, part.problem))))
     return Chain(problem, links)
-
-
-def finish(
-    problem: PlainProblem, sequences: Sequence[NodeSequence], budget_bytes: int, deadline: float, most: int = 6
-) -> NodeSequence | None:
-    """The cheapest of some sequences within the budget, when what is left of it has been filled up."""
-    distinct = {sequence.nodes: sequence for sequence in sequences}
-    ranked = sorted(distinct.values(), key=lambda sequence: problem.evaluate(sequence).seconds)
-    filled = ranked[:1]
-    for sequence in ranked[:most]:
-        if time.monotonic() < deadline:
-            filled.append(keep_longer(problem, sequence, budget_bytes, deadline))
-    return min(filled, key=lambda sequence: problem.evaluate(sequence).seconds, default=None)

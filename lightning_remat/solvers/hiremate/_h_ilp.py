@@ -26,10 +26,10 @@ import time
 from collections.abc import Hashable
 
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
-from lightning_remat.solvers.common._prune import once
+from lightning_remat.solvers.common._prune import finish, once
 from lightning_remat.solvers.common._registry import Answer, register
 from lightning_remat.solvers.common._solution import Status
-from lightning_remat.solvers.hiremate._blocks import Chain, Link, Option, Run, finish, keep_options, link_up, select
+from lightning_remat.solvers.hiremate._blocks import Chain, Link, Option, Run, keep_options, link_up, select
 from lightning_remat.solvers.hiremate._integer_program import DataFlow, Layer, Way, solve_phases
 from lightning_remat.solvers.hiremate._isomorphism import canonical_form
 from lightning_remat.solvers.hiremate._partition import partition

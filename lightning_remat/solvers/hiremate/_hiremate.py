@@ -30,19 +30,10 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
-from lightning_remat.solvers.common._prune import drop_unused, once
+from lightning_remat.solvers.common._prune import drop_unused, finish, once
 from lightning_remat.solvers.common._registry import Answer, register, run_algorithm
 from lightning_remat.solvers.common._solution import Status
-from lightning_remat.solvers.hiremate._blocks import (
-    Chain,
-    Option,
-    finish,
-    keep_options,
-    link_up,
-    measure,
-    select,
-    undominated,
-)
+from lightning_remat.solvers.hiremate._blocks import Chain, Option, keep_options, link_up, measure, select, undominated
 from lightning_remat.solvers.hiremate._h_ilp import recombine
 from lightning_remat.solvers.hiremate._isomorphism import canonical_form
 from lightning_remat.solvers.hiremate._partition import Block, partition, sequences_of

@@ -31,12 +31,12 @@ from collections.abc import Hashable, Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from lightning_remat.solvers.common._eviction import lower_all
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
-from lightning_remat.solvers.common._prune import once
+from lightning_remat.solvers.common._prune import finish, once
 from lightning_remat.solvers.common._registry import Answer, register
 from lightning_remat.solvers.common._solution import Status
-from lightning_remat.solvers.heuristics._descent import lower_all
-from lightning_remat.solvers.hiremate._blocks import Chain, Option, Run, finish, keep_options, link_up, select
+from lightning_remat.solvers.hiremate._blocks import Chain, Option, Run, keep_options, link_up, select
 from lightning_remat.solvers.hiremate._isomorphism import canonical_form
 from lightning_remat.solvers.hiremate._partition import Block, partition
 

@@ -38,18 +38,18 @@ from typing import Any, TypeAlias
 from ortools.sat.python import cp_model
 
 from lightning_remat.errors import SolverError
-from lightning_remat.solvers.checkmate._integer_program import (
+from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem
+from lightning_remat.solvers.common._prune import required
+from lightning_remat.solvers.common._solution import Status
+from lightning_remat.solvers.common._stages import (
     Stages,
     StagesResult,
-    alone_bytes,
     best_start,
     from_stages,
     last_useful_stages,
     to_stages,
 )
-from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem
-from lightning_remat.solvers.common._prune import required
-from lightning_remat.solvers.common._solution import Status
+from lightning_remat.solvers.common._working_set import alone_bytes
 
 
 def solve_intervals(

@@ -18,12 +18,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_remat.errors import SolverError
-from lightning_remat.solvers.checkmate._integer_program import StagesResult, best_start
 from lightning_remat.solvers.common._coarse_search import COARSE_GAP, search_coarsened
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers.common._prune import drop_unused, keep_longer, once
 from lightning_remat.solvers.common._registry import Answer, register
 from lightning_remat.solvers.common._solution import Status
+from lightning_remat.solvers.common._stages import StagesResult, best_start
 
 GRACE_SECONDS = 15.0
 """How long after the deadline the process is waited for: CP-SAT looks at its clock now and then."""

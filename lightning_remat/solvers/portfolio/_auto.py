@@ -22,7 +22,7 @@ from lightning_remat.solvers.common._problem import NodeSequence, Problem
 from lightning_remat.solvers.common._prune import once
 from lightning_remat.solvers.common._registry import Answer, register, run_algorithm
 from lightning_remat.solvers.common._solution import Status
-from lightning_remat.solvers.heuristics._descent import needs_more
+from lightning_remat.solvers.common._working_set import needs_more
 from lightning_remat.solvers.heuristics._large_neighbourhood_search import improve
 from lightning_remat.solvers.heuristics._reorder import Reordered, reorder
 

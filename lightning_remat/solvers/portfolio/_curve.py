@@ -15,12 +15,11 @@ import time
 from lightning_remat.errors import BudgetError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.solvers.bounds._minimum_cut import BACKWARD_AFTER_FORWARD, CrossingProgram, schedules
+from lightning_remat.solvers.common._eviction import lower_peak
 from lightning_remat.solvers.common._problem import NodeSequence, Problem
-from lightning_remat.solvers.common._prune import keep_longer, once
+from lightning_remat.solvers.common._prune import finish, keep_longer, once
 from lightning_remat.solvers.common._registry import Answer, solution_of
 from lightning_remat.solvers.common._solution import Solution, Status
-from lightning_remat.solvers.heuristics._descent import lower_peak
-from lightning_remat.solvers.hiremate._blocks import finish
 from lightning_remat.solvers.portfolio._smallest_peak import find_smallest_sequence
 
 

@@ -18,12 +18,12 @@ from typing import Any
 from lightning_remat.errors import GraphError
 from lightning_remat.graph import ComputationGraph, TensorRole
 from lightning_remat.schedule import Compute
+from lightning_remat.solvers.common._eviction import lower_peak
 from lightning_remat.solvers.common._problem import NodeSequence, Problem
-from lightning_remat.solvers.common._prune import once, required
+from lightning_remat.solvers.common._prune import finish, once, required
 from lightning_remat.solvers.common._registry import Answer, run_algorithm, solution_of, solve
 from lightning_remat.solvers.common._solution import Solution, Status
-from lightning_remat.solvers.heuristics._descent import least_bytes, lower_peak
-from lightning_remat.solvers.hiremate._blocks import finish
+from lightning_remat.solvers.common._working_set import least_bytes
 from lightning_remat.solvers.portfolio._auto import INTERRUPTED
 from lightning_remat.solvers.portfolio._batch_size import Cap, one_extra_forward
 

@@ -12,15 +12,16 @@ import time
 from collections.abc import Iterator
 
 from lightning_remat.graph import ComputationGraph
+from lightning_remat.solvers.common._eviction import lower_peak
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
-from lightning_remat.solvers.common._prune import required
+from lightning_remat.solvers.common._prune import finish, required
 from lightning_remat.solvers.common._registry import Answer, solution_of
 from lightning_remat.solvers.common._solution import Solution, Status
-from lightning_remat.solvers.heuristics._descent import beginnings, largest_bytes, lower_peak
+from lightning_remat.solvers.common._working_set import largest_bytes
+from lightning_remat.solvers.heuristics._descent import beginnings
 from lightning_remat.solvers.heuristics._greedy import smallest
 from lightning_remat.solvers.heuristics._large_neighbourhood_search import improve
 from lightning_remat.solvers.heuristics._reorder import Reordered, backward_memory, reorder
-from lightning_remat.solvers.hiremate._blocks import finish
 from lightning_remat.solvers.hiremate._rotor import around, chains
 
 NEARLY = 0.005
