@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_remat import rematerialize
 from lightning_remat.capture._checkpoints import refuse_other_second_evaluations
-from lightning_remat.capture._joint import _call_cudnn
 from lightning_remat.capture._torch import real_layouts, whole_ops
+from lightning_remat.capture.rewritings._batch_norm import call_cudnn
 from lightning_remat.errors import CaptureError
 
 aten = torch.ops.aten
@@ -310,7 +310,7 @@ def captured_norms(function: Callable[..., Any], *args: torch.Tensor | None) -> 
     found: list[str] = []
 
     def read(module: torch.fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
-        _call_cudnn(module.graph)
+        call_cudnn(module.graph)
         names = [str(getattr(node.target, "__name__", "")) for node in module.graph.nodes]
         found.extend(name.removeprefix("_") for name in names if "batch_norm" in name)
         return module.forward

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_remat import rematerialize
-from lightning_remat.capture._unread import stand_in
+from lightning_remat.capture.rewritings._unread import stand_in
 
 aten = torch.ops.aten
 CASES = {

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from lightning_remat import rematerialize
-from lightning_remat.capture._unread import _SHAPE_ONLY, stand_in
+from lightning_remat.capture.rewritings._unread import _SHAPE_ONLY, stand_in
 from lightning_remat.measure import peak_memory
 
 aten = torch.ops.aten

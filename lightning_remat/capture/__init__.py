@@ -9,8 +9,9 @@ if TYPE_CHECKING or not unknown_torch():
     from lightning_remat.capture._autocast import Autocast
     from lightning_remat.capture._compiled import is_compiled
     from lightning_remat.capture._effects import name_assertions, stays
-    from lightning_remat.capture._joint import CapturedGraph, from_joint, is_tensor, target_name
+    from lightning_remat.capture._joint import CapturedGraph, from_joint, target_name
     from lightning_remat.capture._layouts import real_layout
+    from lightning_remat.capture._nodes import is_tensor
     from lightning_remat.capture._ops import PARTS
 else:
     PARTS = Autocast = CapturedGraph = _torch = from_joint = is_compiled = Unavailable(unknown_torch())

@@ -13,33 +13,36 @@ import torch
 import torch.fx
 
 from lightning_remat._blocks import block_bytes
-from lightning_remat.capture import _effects, _ops, _overwriting, _scatters, _unread
-from lightning_remat.capture._autocast import NO_AUTOCAST, Autocast, share_casts
+from lightning_remat.capture import _effects, _ops, _overwriting, _scatters
+from lightning_remat.capture._autocast import NO_AUTOCAST, Autocast
 from lightning_remat.capture._call import OpCall, Source, TensorSpec, same_device
-from lightning_remat.capture._sizes import Sizes, Symbol, size_node, symbols_among, symbols_of, unlike_any
+from lightning_remat.capture._nodes import (
+    gradient_arguments,
+    is_tensor,
+    new_values,
+    primal_arguments,
+    primals_and_tangents,
+)
+from lightning_remat.capture._sizes import Sizes, Symbol, symbols_among, symbols_of, unlike_any
 from lightning_remat.capture._torch import (
     HigherOrderOperator,
     OpOverload,
-    argument_of,
-    calls_cudnn,
     hint,
     is_parameter,
     largest,
     output_of_tangent,
     overwritten,
 )
+from lightning_remat.capture.rewritings import HandOver, rewrite
+from lightning_remat.capture.rewritings._unread import stand_in
 from lightning_remat.errors import CaptureError
 from lightning_remat.graph import ComputationGraph, Op, Phase, Tensor, TensorRole
 
-aten = torch.ops.aten
 Node = torch.fx.Node
 
 
 WORTH_DRAWING_AGAIN = 256 * 1024
 """Bytes that a random op must make for it to be evaluated a second time (the state it needs takes 5 kB on the CPU)."""
-
-SMALL_BATCH_NORM = 8
-"""A batch norm is small where its input has less than one such part of the bytes of the largest one's."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +163,7 @@ class CapturedGraph:
     @functools.cached_property
     def written(self) -> frozenset[Node]:
         """The primals that the step itself gives new values."""
-        return frozenset(primal for _, primal in _new_values(self.module.graph, self.forward_outputs))
+        return frozenset(primal for _, primal in new_values(self.module.graph, self.forward_outputs))
 
     def tangents_of(self, outputs: frozenset[int]) -> frozenset[str]:
         """The tangents, as targets of placeholders, that are the gradients of these outputs of the function."""
@@ -177,11 +180,6 @@ class CapturedGraph:
         return frozenset(i for i, tangents in enumerate(gradients) if tangents and tangents <= missing)
 
 
-def is_tensor(node: Any) -> bool:
-    """Whether a node stands for one tensor."""
-    return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
-
-
 def from_joint(
     module: torch.fx.GraphModule,
     num_fwd_outputs: int,
@@ -190,7 +188,7 @@ def from_joint(
     parameters: Sequence[bool] = (),
     name: str = "",
     autocast: Autocast = NO_AUTOCAST,
-    hand_over: Mapping[int, Callable[[torch.Tensor, int], torch.Tensor | None]] | None = None,
+    hand_over: HandOver | None = None,
 ) -> CapturedGraph:
     """Read a joint graph.
 
@@ -208,26 +206,10 @@ def from_joint(
     Raises:
         CaptureError: for a graph that holds something that cannot be scheduled, such as an op that overwrites its inputs.
     """
-    _effects.call_directly(module.graph)
-    _drop_detach(module.graph)
-    share_casts(module.graph, num_fwd_outputs, autocast)
-    _sizes_from_symbols(module.graph)
-    _split_dropout(module.graph)
-    _split_convolution_backward(module.graph)
-    _let_go_of_unread(module.graph)
-    _call_cudnn(module.graph)
-    _keep_lstm_kernels(module.graph)
-    _scatters.write_parts_alone(module.graph)
-    _leave_gaps(module.graph)
-    _free_running_statistics(module.graph)
-    _give_batch_norm_memory(module.graph)
-    _compact_losses(module.graph)
-    outputs = tuple(module.graph.output_node().args[0])  # type: ignore[arg-type]
-    _clone_overwritten_inputs(module.graph, outputs[:num_fwd_outputs])
-    _hand_over_gradients(module.graph, num_fwd_outputs, hand_over or {})
+    rewrite(module.graph, num_fwd_outputs, autocast, hand_over or {})
     outputs = tuple(module.graph.output_node().args[0])  # type: ignore[arg-type]
     forward_outputs, backward_outputs = outputs[:num_fwd_outputs], outputs[num_fwd_outputs:]
-    symbols = symbols_among([n for n in module.graph.nodes if n.op == "placeholder"])
+    symbols = symbols_among(module.graph)
 
     def read(sizes: Sizes) -> CapturedGraph:
         reader = _Reader(
@@ -238,254 +220,17 @@ def from_joint(
     return read(Sizes({symbol: hint(node.meta["val"]) for symbol, node in symbols.items()}))
 
 
-# -- rewriting --------------------------------------------------------------------------------------------------------
-
-
-def _drop_detach(graph: torch.fx.Graph) -> None:
-    """Inside the graph nothing is differentiated: a detach is its input. (One that is returned stays: it is an alias.)"""
-    output = graph.output_node()
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is aten.detach.default:
-            source = node.args[0]
-            node.replace_all_uses_with(source, delete_user_cb=lambda user: user is not output)
-            if not node.users:
-                graph.erase_node(node)
-
-
-def _sizes_from_symbols(graph: torch.fx.Graph) -> None:
-    """Sizes that are read off a tensor are computed from the symbols handed in: nobody keeps the tensor for them."""
-    symbols = symbols_among([n for n in graph.nodes if n.op == "placeholder"])
-    for node in list(graph.nodes):
-        number = node.op == "call_function" and isinstance(node.meta.get("val"), (torch.SymInt, int))
-        if number and any(is_tensor(source) for source in node.all_input_nodes):
-            with graph.inserting_before(node):
-                node.replace_all_uses_with(size_node(graph, node.meta["val"], symbols))
-            graph.erase_node(node)
-
-
-def _split_dropout(graph: torch.fx.Graph) -> None:
-    """On the CPU, ``native_dropout`` becomes what eager does there: noise, and a product with it, forward and backward.
-
-    The noise (0 or `dropout_scale`, in the input's dtype) is made of a boolean mask. Only the mask is random: a quarter of
-    the noise's bytes or less, it may stay when the noise goes. On other devices the fused kernel stays whole.
-    """
-    symbols = symbols_among([n for n in graph.nodes if n.op == "placeholder"])
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not aten.native_dropout.default:
-            continue
-        x, p, train = node.args
-        value = x.meta["val"]
-        if value.device.type != "cpu" or train is False:
-            continue
-        layout = torch.empty_like(value, dtype=torch.bool)
-        scale = _ops.dropout_scale(p, value.dtype)
-        with graph.inserting_before(node):
-            shape, stride = (
-                tuple(size_node(graph, n, symbols) for n in sizes) for sizes in (layout.shape, layout.stride())
-            )
-            mask = graph.call_function(_ops.dropout_mask, (shape, stride, p, value.device))
-            noise = graph.call_function(_ops.dropout_noise, (mask, value.dtype, scale))
-            product = graph.call_function(aten.mul.Tensor, (x, noise))
-        for new in (mask, noise, product):
-            new.meta = {key: item for key, item in node.meta.items() if key not in ("val", "tensor_meta")}
-        mask.meta["val"], product.meta["val"] = layout, node.meta["val"][0]
-        noise.meta["val"] = torch.empty_like(layout, dtype=value.dtype)
-        for use in list(node.users):
-            use.replace_all_uses_with(product if use.args[1] == 0 else mask)
-            graph.erase_node(use)
-        graph.erase_node(node)
-        for use in list(mask.users):
-            if use.target is aten.native_dropout_backward.default and use.args[1] is mask:
-                use.target, use.args = aten.mul.Tensor, (use.args[0], noise)
-            elif (
-                use.target is aten._to_copy.default
-            ):  # a backward that is differentiated again: (mask as numbers) * scale
-                for product in list(use.users):
-                    if product.target in (aten.mul.Tensor, aten.mul.Scalar) and isinstance(product.args[1], float):
-                        product.update_arg(1, scale)
-
-
-def _split_convolution_backward(graph: torch.fx.Graph) -> None:
-    """A convolution's backward becomes two calls: the gradients of its weights, and then that of its input.
-
-    The kernels behind it are two in any case, and give the same bits alone. Together they hold the input, its gradient and
-    that of the output at once, the largest working set of most convolutional networks; apart, the input goes in between.
-    """
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not aten.convolution_backward.default:
-            continue
-        for_input, *for_weights = node.args[10]
-        if not for_input or not any(for_weights):
-            continue
-        with graph.inserting_before(node):
-            weights = graph.call_function(node.target, (*node.args[:10], [False, *for_weights]))
-            data = graph.call_function(node.target, (*node.args[:10], [True, False, False]))
-        weights.meta, data.meta = dict(node.meta), dict(node.meta)
-        weights.meta["val"], data.meta["val"] = (None, *node.meta["val"][1:]), (node.meta["val"][0], None, None)
-        for item in list(node.users):
-            item.update_arg(0, data if item.args[1] == 0 else weights)
-        graph.erase_node(node)
-
-
-def _let_go_of_unread(graph: torch.fx.Graph) -> None:
-    """Ops on the CPU that read the shape of an input only are given a stand-in (see `_unread`)."""
-    symbols = symbols_among([n for n in graph.nodes if n.op == "placeholder"])
-    for node in list(graph.nodes):
-        if node.op != "call_function" or not _unread.reads_shape_only(node):
-            continue
-        value = node.args[1].meta["val"]
-        if not _unread.available(value.device):
-            continue
-        with graph.inserting_before(node):
-            sizes = (tuple(size_node(graph, n, symbols) for n in one) for one in (value.shape, value.stride()))
-            other = graph.call_function(_unread.stand_in, (*sizes, value.dtype))
-        other.meta["val"] = value
-        node.update_arg(1, other)
-
-
-def _call_cudnn(graph: torch.fx.Graph) -> None:
-    """Batch norm that was traced for cuDNN's becomes that, forward and backward: torch's op would choose once more.
-
-    The backward takes the running statistics and does not read them. It computes all gradients, whichever are asked for.
-    """
-    for node in graph.nodes:
-        if node.op != "call_function" or node.target not in _TRACED_FOR_CUDNN:
-            continue
-        if not calls_cudnn(node.args[0].meta["val"]):
-            continue
-        if node.target is aten.batch_norm_backward.default:
-            grad, x, weight, _, _, mean, invstd, _, eps, _, reserve = node.args
-            node.target = aten.cudnn_batch_norm_backward.default
-            node.args = (x, grad, weight, None, None, mean, invstd, eps, reserve)
-        else:
-            *given, momentum, eps = node.args
-            node.target, node.args = _ops.cudnn_batch_norm, (*given, True, momentum, eps)
-
-
-_TRACED_FOR_CUDNN = (aten._batch_norm_with_update_functional.default, aten.batch_norm_backward.default)
-
-
-def _keep_lstm_kernels(graph: torch.fx.Graph) -> None:
-    """Layers of LSTMs run the kernel that eager runs (`_ops.lstm_layer`)."""
-    for node in graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer.default):
-        node.target = _ops.lstm_layer
-    for node in graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer_backward.default):
-        if node.meta["val"][0].dtype is not torch.float32:  # by torch 2.11, which computes them in float32 as others do
-            node.target = _ops.lstm_layer_backward
-
-
-def _leave_gaps(graph: torch.fx.Graph) -> None:
-    """Ops that were traced with gaps in their results give such results (see `spaced_results`)."""
-    symbols = symbols_among([n for n in graph.nodes if n.op == "placeholder"])
-    for node in list(graph.nodes):
-        value = node.meta.get("val")
-        if node.op != "call_function" or not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-            continue
-        if _ops.is_view(node.target) or TensorSpec.of(value, hint).whole:
-            continue
-        form = _overwriting.overwriting(node.target, -1, value.device.type)
-        if form is None:
-            continue
-        with graph.inserting_before(node):
-            sizes = tuple(tuple(size_node(graph, n, symbols) for n in one) for one in (value.shape, value.stride()))
-        node.args = (*sizes, value.dtype, *node.args)
-        node.target = _ops.spaced(node.target, *form)
-
-
-def _free_running_statistics(graph: torch.fx.Graph) -> None:
-    """In training mode the backward of batch norm takes the running statistics and does not read them."""
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target is aten.native_batch_norm_backward.default and node.args[7]:
-            node.update_arg(3, None)
-            node.update_arg(4, None)
-
-
-def _give_batch_norm_memory(graph: torch.fx.Graph) -> None:
-    """On the CPU, the backward of batch norm allocates one result instead of two, or none (see `batch_norm_backward`).
-
-    Those of small tensors stay as they are: that call takes longer, and no peak is theirs.
-    """
-    found: dict[Node, int] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target is aten.native_batch_norm_backward.default and node.args[9][0]:
-            grad, x = (TensorSpec.of(one.meta["val"], hint) for one in node.args[:2])
-            weight = node.args[2] and node.args[2].meta["val"].dtype
-            if _overwriting.writes_where_told(grad, x, weight):
-                found[node] = x.nbytes
-    largest = max(found.values(), default=0)
-    for node, nbytes in found.items():
-        if nbytes * SMALL_BATCH_NORM >= largest:
-            node.target = _overwriting.batch_norm_backward
-
-
-def _compact_losses(graph: torch.fx.Graph) -> None:
-    """Some losses keep the storage of their unreduced values: the caller would hold that through the backward."""
-    for node in graph.nodes:
-        if node.op == "call_function" and _ops.is_padded(node.target) and node.meta["val"].dim() == 0:
-            node.target = _ops.compact(node.target)
-
-
-def _clone_overwritten_inputs(graph: torch.fx.Graph, forward_outputs: Sequence[Any]) -> None:
-    """Ops that read an input which the step overwrites read a copy of it, made first and never again.
-
-    AOTAutograd writes the new value back when the forward ends; whatever is evaluated after that must see the old one.
-    Batch norm is excepted: it can be evaluated again without its running statistics.
-    """
-    first = next(n for n in graph.nodes if n.op != "placeholder")
-    output = graph.output_node()
-    for node in dict.fromkeys(primal for _value, primal in _new_values(graph, forward_outputs)):
-        if not is_tensor(node):
-            continue
-        readers = [
-            user
-            for user in node.users
-            if user is not output and not (_ops.training_batch_norm(user.target, user.args) and node in user.args[3:5])
-        ]
-        for user in readers:
-            if set(user.users) == {output}:  # such as a counter's next value: the backward never asks for it
-                user.meta["remat_once"] = True
-        readers = [user for user in readers if set(user.users) != {output}]
-        if not readers:
-            continue
-        with graph.inserting_before(first):
-            copy = graph.call_function(aten.clone.default, (node,))
-        copy.meta = dict(node.meta)
-        copy.meta["remat_once"] = True
-        for user in readers:
-            user.replace_input_with(node, copy)
-
-
-def _hand_over_gradients(
-    graph: torch.fx.Graph,
-    num_fwd_outputs: int,
-    hand_over: Mapping[int, Callable[[torch.Tensor, int], torch.Tensor | None]],
-) -> None:
-    """Gradients go to these functions where they are made; what they return is returned instead."""
-    output = graph.output_node()
-    outputs = list(output.args[0])  # type: ignore[arg-type]
-    for place, position in enumerate(_gradient_arguments(graph, num_fwd_outputs), num_fwd_outputs):
-        function, gradient = hand_over.get(position) if position is not None else None, outputs[place]
-        if function is None or not is_tensor(gradient) or gradient.op != "call_function" or outputs.count(gradient) > 1:
-            continue
-        with graph.inserting_after(gradient):
-            handed = graph.call_function(function, (gradient, position))
-        handed.meta = {key: item for key, item in gradient.meta.items() if key not in ("val", "tensor_meta")}
-        handed.meta.update(val=gradient.meta["val"].new_empty(0), remat_once=True, remat_handed_over=True)
-        outputs[place] = handed
-    output.args = (tuple(outputs),)
-
-
 def _updated_in_place(graph: torch.fx.Graph, forward_outputs: Sequence[Any]) -> dict[Node, Node]:
     """New values of buffers that may be written over the old ones at once, as eager does, and those buffers.
 
     They are batch norm's running statistics and counters (whole numbers: nothing differentiates them), where no other op
-    reads the old value (`_clone_overwritten_inputs` has seen to most of those that did) and none the new one. The others
+    reads the old value (`clone_overwritten_inputs` has seen to most of those that did) and none the new one. The others
     are copied by AOTAutograd when the forward ends.
     """
     output = graph.output_node()
     statistics: dict[Node, list[tuple[Node, Node]]] = {}
     found: dict[Node, Node] = {}
-    for value, primal in _new_values(graph, forward_outputs):
+    for value, primal in new_values(graph, forward_outputs):
         if set(value.users) != {output} or forward_outputs.count(value) > 1 or value.op != "call_function":
             continue
         made = _producer(value)
@@ -496,45 +241,6 @@ def _updated_in_place(graph: torch.fx.Graph, forward_outputs: Sequence[Any]) -> 
     found.update(pair for pairs in statistics.values() if len(pairs) == 2 for pair in pairs)
     return found
 
-
-def _new_values(graph: torch.fx.Graph, forward_outputs: Sequence[Any]) -> list[tuple[Node, Node]]:
-    """Forward outputs that are new values of primals, and those primals: AOTAutograd copies them when the forward ends."""
-    primals = {node.meta.get("desc"): node for node in graph.nodes if node.op == "placeholder"}
-    found = []
-    for value, description in zip(forward_outputs, graph.output_node().meta.get("desc") or (), strict=False):
-        written = overwritten(description)
-        if written is None or not isinstance(value, Node):
-            continue
-        if written not in primals:
-            raise CaptureError(
-                f"{value.name} is the new value of {written.expr()}, which is no input of the captured graph"
-            )
-        found.append((value, primals[written]))
-    return found
-
-
-def _primals_and_tangents(graph: torch.fx.Graph) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    tangents = tuple(n for n in placeholders if "tangents" in str(n.target))
-    return tuple(n for n in placeholders if n not in tangents), tangents
-
-
-def _primal_arguments(primals: Sequence[Node]) -> tuple[int | None, ...]:
-    """For each primal, the position of the argument that it is; they are in the same order where nothing describes them."""
-    if not any("desc" in node.meta for node in primals):
-        return tuple(range(len(primals)))
-    return tuple(argument_of(node.meta.get("desc")) for node in primals)
-
-
-def _gradient_arguments(graph: torch.fx.Graph, num_fwd_outputs: int) -> tuple[int | None, ...]:
-    """For each output of the backward, the position of the argument whose gradient it is."""
-    output = graph.output_node()
-    count = len(output.args[0]) - num_fwd_outputs  # type: ignore[arg-type]
-    descriptions = output.meta.get("desc")
-    return tuple(map(argument_of, descriptions[num_fwd_outputs:])) if descriptions else tuple(range(count))
-
-
-# -- reading ----------------------------------------------------------------------------------------------------------
 
 _ROOT = re.compile(r"^L\['[^']*'\]\.?|^L__self___?")
 _INDEX = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
@@ -567,7 +273,7 @@ class _Reader:
         self.forward_outputs, self.backward_outputs = forward_outputs, backward_outputs
         self.handed_out = {node for node in (*forward_outputs, *backward_outputs) if isinstance(node, Node)}
         self.static_inputs, self.name = static_inputs, name
-        self.primals, self.tangents = _primals_and_tangents(module.graph)
+        self.primals, self.tangents = primals_and_tangents(module.graph)
         described = any("desc" in node.meta for node in self.primals)
         self.parameters = (
             [is_parameter(node.meta.get("desc"), parameters) for node in self.primals]
@@ -669,8 +375,8 @@ class _Reader:
             tangents=self.tangents,
             forward_outputs=self.forward_outputs,
             backward_outputs=self.backward_outputs,
-            arguments=_primal_arguments(self.primals),
-            gradient_arguments=_gradient_arguments(self.module.graph, len(self.forward_outputs)),
+            arguments=primal_arguments(self.primals),
+            gradient_arguments=gradient_arguments(self.module.graph, len(self.forward_outputs)),
             sizes=self.sizes,
             symbols={symbol: node for symbol, node in self.symbols.items() if symbol in self.symbols_seen},
             device=device,
@@ -902,7 +608,7 @@ def _computes(node: Node) -> bool:
     Sizes, items of tuples and tensors without memory are made where they are used.
     """
     made = isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)) or _effects.has_effects(node)
-    return made and node.target not in (operator.getitem, _unread.stand_in)
+    return made and node.target not in (operator.getitem, stand_in)
 
 
 def _keeps_its_place(node: Node) -> bool:
@@ -920,7 +626,7 @@ def _producer(node: Node) -> Node:
 def _made_by(node: Node) -> tuple[Node, int] | None:
     """The op that returns a tensor, and its place among the tensors that it returns; ``None`` where no op does."""
     maker = _producer(node)
-    if maker.op != "call_function" or maker.target is _unread.stand_in or not is_tensor(node):
+    if maker.op != "call_function" or maker.target is stand_in or not is_tensor(node):
         return None
     if node is maker:
         return maker, 0

@@ -71,7 +71,7 @@ def write_parts_alone(graph: torch.fx.Graph) -> None:
     """Writes to parts of tensors take the memory of these, and what is written is not copied before."""
     if any(node.target in _BY_STORAGE for node in graph.nodes):
         return
-    symbols = symbols_among([n for n in graph.nodes if n.op == "placeholder"])
+    symbols = symbols_among(graph)
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in (*_VIEWS, aten.copy.default):
             continue

@@ -46,10 +46,10 @@ def symbols_of(value: Any) -> set[Symbol]:
     return set() if expression is None else internals.free_symbols(expression)
 
 
-def symbols_among(nodes: list[torch.fx.Node]) -> dict[Symbol, torch.fx.Node]:
-    """The nodes (placeholders) that hand in a symbol itself, by their symbols."""
+def symbols_among(graph: torch.fx.Graph) -> dict[Symbol, torch.fx.Node]:
+    """The placeholders that hand in a symbol itself, by their symbols."""
     found: dict[Symbol, torch.fx.Node] = {}
-    for node in nodes:
+    for node in graph.find_nodes(op="placeholder"):
         expression = internals.expression(node.meta.get("val"))
         if expression is not None and internals.free_symbols(expression) == {expression}:
             found.setdefault(expression, node)

@@ -15,6 +15,8 @@ import warnings
 import torch
 import torch.fx
 
+from lightning_remat.capture._sizes import size_node, symbols_among
+
 aten = torch.ops.aten
 
 _SHAPE_ONLY = {
@@ -36,14 +38,30 @@ _SHAPE_ONLY = {
 """Ops that read the shape of their second argument only."""
 
 
-def reads_shape_only(node: torch.fx.Node) -> bool:
+def let_go_of_unread(graph: torch.fx.Graph) -> None:
+    """Ops on the CPU that read the shape of an input only are given a stand-in."""
+    symbols = symbols_among(graph)
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not _reads_shape_only(node):
+            continue
+        value = node.args[1].meta["val"]
+        if not _available(value.device):
+            continue
+        with graph.inserting_before(node):
+            sizes = (tuple(size_node(graph, n, symbols) for n in one) for one in (value.shape, value.stride()))
+            other = graph.call_function(stand_in, (*sizes, value.dtype))
+        other.meta["val"] = value
+        node.update_arg(1, other)
+
+
+def _reads_shape_only(node: torch.fx.Node) -> bool:
     """Whether the op reads nothing of its second argument but the shape and the strides."""
     if node.target is aten.convolution_backward.default:
         return list(node.args[10]) == [True, False, False]  # type: ignore[arg-type]
     return node.target in _SHAPE_ONLY
 
 
-def available(device: torch.device) -> bool:
+def _available(device: torch.device) -> bool:
     """Whether there are stand-ins for tensors on this device: memory on POSIX systems can be read before it is there."""
     return device.type == "cpu" and sys.platform != "win32"
 

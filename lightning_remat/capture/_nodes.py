@@ -1,0 +1,57 @@
+"""What goes into a joint graph and comes out of it, and what AOTAutograd says of that: whose gradient or new value it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from lightning_remat.capture import _torch as internals
+from lightning_remat.errors import CaptureError
+
+Node = torch.fx.Node
+
+
+def is_tensor(node: Any) -> bool:
+    """Whether a node stands for one tensor."""
+    return isinstance(node, Node) and isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def primals_and_tangents(graph: torch.fx.Graph) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+    """The placeholders of the forward, and those that are handed to the backward."""
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    tangents = tuple(n for n in placeholders if "tangents" in str(n.target))
+    return tuple(n for n in placeholders if n not in tangents), tangents
+
+
+def primal_arguments(primals: Sequence[Node]) -> tuple[int | None, ...]:
+    """For each primal, the position of the argument that it is; they are in the same order where nothing describes them."""
+    if not any("desc" in node.meta for node in primals):
+        return tuple(range(len(primals)))
+    return tuple(internals.argument_of(node.meta.get("desc")) for node in primals)
+
+
+def gradient_arguments(graph: torch.fx.Graph, num_fwd_outputs: int) -> tuple[int | None, ...]:
+    """For each output of the backward, the position of the argument whose gradient it is."""
+    output = graph.output_node()
+    count = len(output.args[0]) - num_fwd_outputs  # type: ignore[arg-type]
+    descriptions = output.meta.get("desc")
+    return tuple(map(internals.argument_of, descriptions[num_fwd_outputs:])) if descriptions else tuple(range(count))
+
+
+def new_values(graph: torch.fx.Graph, forward_outputs: Sequence[Any]) -> list[tuple[Node, Node]]:
+    """Forward outputs that are new values of primals, and those primals: AOTAutograd copies them when the forward ends."""
+    primals = {node.meta.get("desc"): node for node in graph.nodes if node.op == "placeholder"}
+    found = []
+    for value, description in zip(forward_outputs, graph.output_node().meta.get("desc") or (), strict=False):
+        written = internals.overwritten(description)
+        if written is None or not isinstance(value, Node):
+            continue
+        if written not in primals:
+            raise CaptureError(
+                f"{value.name} is the new value of {written.expr()}, which is no input of the captured graph"
+            )
+        found.append((value, primals[written]))
+    return found

@@ -1,0 +1,56 @@
+"""On the CPU, ``native_dropout`` becomes what eager does there: noise, and a product with it, forward and backward.
+
+The noise (0 or `dropout_scale`, in the input's dtype) is made of a boolean mask. Only the mask is random: a quarter of
+the noise's bytes or less, it may stay when the noise goes. On other devices the fused kernel stays whole.
+
+The generator gives a boolean mask the numbers that eager draws (`dropout_mask`), and the scale is rounded as eager rounds it
+(`dropout_scale`).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.fx
+
+from lightning_remat.capture import _ops
+from lightning_remat.capture._sizes import size_node, symbols_among
+
+aten = torch.ops.aten
+
+
+def split_dropout(graph: torch.fx.Graph) -> None:
+    """Make mask, noise and product of each dropout that drops on the CPU."""
+    symbols = symbols_among(graph)
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not aten.native_dropout.default:
+            continue
+        x, p, train = node.args
+        value = x.meta["val"]
+        if value.device.type != "cpu" or train is False:
+            continue
+        layout = torch.empty_like(value, dtype=torch.bool)
+        scale = _ops.dropout_scale(p, value.dtype)
+        with graph.inserting_before(node):
+            shape, stride = (
+                tuple(size_node(graph, n, symbols) for n in sizes) for sizes in (layout.shape, layout.stride())
+            )
+            mask = graph.call_function(_ops.dropout_mask, (shape, stride, p, value.device))
+            noise = graph.call_function(_ops.dropout_noise, (mask, value.dtype, scale))
+            product = graph.call_function(aten.mul.Tensor, (x, noise))
+        for new in (mask, noise, product):
+            new.meta = {key: item for key, item in node.meta.items() if key not in ("val", "tensor_meta")}
+        mask.meta["val"], product.meta["val"] = layout, node.meta["val"][0]
+        noise.meta["val"] = torch.empty_like(layout, dtype=value.dtype)
+        for use in list(node.users):
+            use.replace_all_uses_with(product if use.args[1] == 0 else mask)
+            graph.erase_node(use)
+        graph.erase_node(node)
+        for use in list(mask.users):
+            if use.target is aten.native_dropout_backward.default and use.args[1] is mask:
+                use.target, use.args = aten.mul.Tensor, (use.args[0], noise)
+            elif (
+                use.target is aten._to_copy.default
+            ):  # a backward that is differentiated again: (mask as numbers) * scale
+                for product in list(use.users):
+                    if product.target in (aten.mul.Tensor, aten.mul.Scalar) and isinstance(product.args[1], float):
+                        product.update_arg(1, scale)
