@@ -259,3 +259,55 @@ def test_a_solver_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("PMIP_HIGHS_LIBRARY", "/nowhere/libhighs.so")
     with pytest.raises(SolverError, match="python-mip has no solver 'HIGHS' here"):
         solve(unit_chain(8), 5, "milp", solver="HIGHS")
+
+
+@POSIX
+@pytest.mark.parametrize("how", ["prints", "says nothing"])
+def test_an_interpreter_of_its_own_mind(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that prints when it starts is understood; one that never answers is not waited for."""
+    monkeypatch.setattr(_mip._Process, "_idle", type(_mip._Process._idle)(list))
+    monkeypatch.setattr(_mip, "GRACE_SECONDS", 1.0)
+    python = tmp_path / "python"
+    then = f'exec "{sys.executable}" "$@"' if how == "prints" else "exec sleep 600"
+    python.write_text(f"#!/bin/sh\necho welcome\n{then}\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    for _ in range(2):  # the first is closed before it has answered, and kept
+        _mip.Model().close()
+    model, x, _ = small()
+    if how == "prints":
+        assert model.optimize(20.0) is mip.OptimizationStatus.OPTIMAL and x.x is not None
+    else:
+        assert model.optimize(0.5) is mip.OptimizationStatus.ERROR
+        assert "did not stop when its time was over" in caplog.text
+    model.close()
+    _mip._Process.end_idle()
+
+
+@POSIX
+def test_without_a_working_directory_and_with_odd_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Odd(str):
+        __slots__ = ()
+
+    monkeypatch.setattr(_mip._Process, "_idle", type(_mip._Process._idle)(list))
+    monkeypatch.setattr(sys, "path", [*sys.path, Odd("somewhere"), lambda: None])
+    folder = tmp_path / "removed"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    model, x, _ = small()
+    assert model.optimize(20.0) is mip.OptimizationStatus.OPTIMAL and x.x is not None
+    model.close()
+    _mip._Process.end_idle()
+
+
+def test_a_default_solver_that_cannot_be_loaded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_mip._Process, "_idle", type(_mip._Process._idle)(list))
+    monkeypatch.setenv("PMIP_CBC_LIBRARY", "/nowhere/libCbc.so")
+    model, *_ = small()
+    assert model.optimize(20.0) is mip.OptimizationStatus.ERROR
+    assert "CBC cannot be loaded" in caplog.text

@@ -21,17 +21,20 @@ import threading
 import weakref
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import mip
 
 from lightning_remat.errors import SolverError
+from lightning_remat.solvers.common._mip_process import BEGINNING
 
 logger = logging.getLogger(__name__)
 
-GRACE_SECONDS = 30.0
+DEFAULT = "CBC"
+
+GRACE_SECONDS = 10.0
 """How long after its time a solver is waited for, beside as long again as that time: what it has found is lost then."""
 
 
@@ -51,10 +54,11 @@ class Model:
         objective_value, objective_bound, num_solutions: what it found; not a number, likewise, and 0 where it found nothing.
     """
 
-    def __init__(self, solver: str = "CBC") -> None:
+    def __init__(self, solver: str = DEFAULT) -> None:
         self._process = _Process.idle_or_new(solver)
         if self._process is not None:  # for one that nobody closes: variables and their model are reference cycles
             self._unclosed = weakref.finalize(self, self._process.end)
+            self._unclosed.atexit = False  # it ends with this process anyway
         self.threads, self.preprocess = 0, -1
         self.max_mip_gap, self.max_mip_gap_abs = 1e-4, 1e-10
         self.vars: list[mip.Var] = []
@@ -218,7 +222,8 @@ class _Process:
                 process = idle.pop()
                 with contextlib.suppress(_Ended):  # it was idle for too long
                     process._begin(solver)
-                    process._settle()
+                    with process._at_most(GRACE_SECONDS):
+                        process._settle()
                     return process
         try:
             process = cls()
@@ -243,9 +248,10 @@ class _Process:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the training
         )
-        self._solver, self._stopped = "", False
+        self._owner = os.getpid()
+        self._solver, self._stopped, self._begun = "", False, False
         self._owed = 0  # answers that say no more than that an empty program is there
-        self._send({"path": sys.path})
+        self._send({"path": _absolute_path()})
 
     def _begin(self, solver: str) -> None:
         self._solver = solver
@@ -259,7 +265,10 @@ class _Process:
             self._owed -= 1
             if "failed" in answer:
                 self.end()
-                raise SolverError(f"python-mip has no solver {self._solver!r} here: {_last_line(answer['failed'])}")
+                reason = _last_line(answer["failed"])
+                if self._solver == DEFAULT:  # whoever plans has not asked for it by name
+                    raise _Ended(f"{self._solver} cannot be loaded ({reason})")
+                raise SolverError(f"python-mip has no solver {self._solver!r} here: {reason}")
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """The answer to a request.
@@ -267,19 +276,29 @@ class _Process:
         Raises:
             _Ended: where there is none within ``seconds``; the process has ended then.
         """
-        late = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._stop)
-        late.daemon = True
-        late.start()
-        try:
+        with self._at_most(seconds):
             self._settle()
             self._send(request)
             answer = self._receive()
-        finally:
-            late.cancel()
         if "failed" in answer:
             self.end()
             raise _Ended(f"{self._solver} failed ({_last_line(answer['failed'])})")
         return answer
+
+    @contextlib.contextmanager
+    def _at_most(self, seconds: float) -> Iterator[None]:
+        """The process is killed if this is open for longer."""
+        late = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._stop)
+        late.daemon = True
+        try:
+            late.start()
+        except RuntimeError as error:  # there can be no more threads
+            self.end()
+            raise _Ended(f"{self._solver} cannot be waited for ({error})") from error
+        try:
+            yield
+        finally:
+            late.cancel()
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -292,18 +311,29 @@ class _Process:
     def _receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         try:
+            last = b""
+            while not self._begun:
+                if not (one := self._process.stdout.read(1)):
+                    raise EOFError
+                last = (last + one)[-len(BEGINNING) :]
+                self._begun = last == BEGINNING
             answer: dict[str, Any] = pickle.load(self._process.stdout)
-        except (EOFError, pickle.UnpicklingError) as error:
+        except Exception as error:
             raise self._ended() from error
         return answer
 
     def _ended(self) -> _Ended:
-        code = self._process.wait()
+        try:
+            code = self._process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            code = 0
         self.end()
         if self._stopped:
             return _Ended(f"{self._solver} did not stop when its time was over")
-        how = f"crashed ({signal.Signals(-code).name})" if code < 0 else f"ended with code {code}"
-        return _Ended(f"{self._solver} {how}")
+        if code >= 0:
+            return _Ended(f"{self._solver} ended with code {code}")
+        names = {one.value: one.name for one in signal.Signals}
+        return _Ended(f"{self._solver} crashed ({names.get(-code, f'signal {-code}')})")
 
     def _stop(self) -> None:
         self._stopped = True
@@ -316,12 +346,23 @@ class _Process:
             self._idle[os.getpid()].append(self)
 
     def end(self) -> None:
+        if self._owner != os.getpid():  # of a process that was forked: it is not its own
+            return
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             with contextlib.suppress(OSError):  # what was not sent yet
                 if pipe is not None:
                     pipe.close()
+
+
+def _absolute_path() -> list[str]:
+    """The import path as Python reads it: strings; the folder that it may be relative to can be removed meanwhile."""
+    entries = [Path(str(one)) for one in sys.path if isinstance(one, str)]
+    with contextlib.suppress(FileNotFoundError):
+        folder = Path.cwd()
+        entries = [folder / one for one in entries]
+    return [str(one) for one in entries if one.is_absolute()]
 
 
 def _last_line(text: str) -> str:

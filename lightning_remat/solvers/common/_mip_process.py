@@ -17,21 +17,30 @@ from array import array
 from typing import Any, BinaryIO
 
 IDLE_SECONDS = 300.0
-"""A process that is asked nothing for so long ends."""
+"""A process that has no program, and is given none for so long, ends."""
+
+BEGINNING = b"\0lightning_remat\0"
+"""What comes before the first answer: an interpreter may have printed something when it started."""
+
+LONGEST_SECONDS = 1e9
+"""Stands for no time limit: python-mip does not tell CBC of an infinite one, and the one before would stay."""
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
+    answers.write(BEGINNING)
+    answers.flush()
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):  # CBC prints the first linear program of a model whatever the verbosity
         os.dup2(nowhere, descriptor)
     requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(os.fdopen(os.dup(0), "rb"), requests), daemon=True).start()
     sys.path[:] = requests.get()["path"]
+    os.chdir(os.sep)  # the one that it was started in may be removed, and CBC crashes then
     model = None
     while True:
         try:
-            request = requests.get(timeout=IDLE_SECONDS)
+            request = requests.get(timeout=IDLE_SECONDS if model is None else None)
         except queue.Empty:
             os._exit(0)
         try:
@@ -54,8 +63,10 @@ def _listen(stream: BinaryIO, requests: queue.SimpleQueue[dict[str, Any]]) -> No
     try:
         while True:
             requests.put(pickle.load(stream))
-    except (EOFError, OSError, pickle.UnpicklingError):
+    except (EOFError, OSError):
         os._exit(0)
+    except BaseException:  # noqa: BLE001 - nobody would hear of it
+        os._exit(1)
 
 
 def _new(solver: str) -> Any:
@@ -99,7 +110,7 @@ def _solve(model: Any, request: dict[str, Any]) -> dict[str, Any]:
         model.start = [(variables[column], value) for column, value in request["start"]]
     for name, value in request["settings"].items():
         setattr(model, name, value)
-    status = model.optimize(max_seconds=request["seconds"], relax=request["relax"])
+    status = model.optimize(max_seconds=min(request["seconds"], LONGEST_SECONDS), relax=request["relax"])
     values = [variable.x for variable in variables]
     return {
         "status": status.name,
