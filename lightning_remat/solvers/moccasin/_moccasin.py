@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from lightning_remat.errors import SolverError
 from lightning_remat.solvers.common._coarse_search import COARSE_GAP, search_coarsened
+from lightning_remat.solvers.common._mip_process import BEGINNING
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers.common._prune import drop_unused, keep_longer, once
 from lightning_remat.solvers.common._registry import Answer, register
@@ -95,10 +96,12 @@ def ask(requests: Sequence[Request]) -> list[Answer]:
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; from lightning_remat.solvers.moccasin._moccasin import serve; serve()"
     )
+    if not sys.executable:
+        raise SolverError("OR-Tools needs a process of its own, and this Python is a part of another program")
     left = max([request.until for request in requests]) - time.time()
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code],
+            [sys.executable, "-P", "-c", code],
             input=pickle.dumps(requests),
             capture_output=True,
             timeout=max(0.0, left) + GRACE_SECONDS,
@@ -109,7 +112,7 @@ def ask(requests: Sequence[Request]) -> list[Answer]:
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise SolverError(f"OR-Tools failed: {lines[-1] if lines else f'exit status {done.returncode}'}")
-    answers: list[Answer] = pickle.loads(done.stdout)
+    answers: list[Answer] = pickle.loads(done.stdout.partition(BEGINNING)[2])
     return answers
 
 
@@ -117,6 +120,7 @@ def serve() -> None:
     """The process's own part: requests from the standard input, answers to the standard output."""
     requests: list[Request] = pickle.load(sys.stdin.buffer)
     answers = [_answer(request) for request in requests]
+    sys.stdout.buffer.write(BEGINNING)
     pickle.dump(answers, sys.stdout.buffer)
 
 
