@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -49,6 +50,11 @@ def profiler_in_use() -> bool:
     ask; but a profiler that has been set up and not yet left is among those that count steps.
     """
     return profiler_running() or internals.profiling_anywhere() or "ProfilerStep" in internals.profilers_counting()
+
+
+def cpu_allocations(recorder: Any) -> list[tuple[int, int, int]]:
+    """What a ``torch.autograd.profiler.profile`` has recorded: the moment, the address and the bytes of each change."""
+    return internals.allocations(recorder)
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from torch.autograd import profiler as autograd_profiler
 from lightning_remat._blocks import block_bytes
 from lightning_remat._profiler import (
     QuietReleases,
+    cpu_allocations,
     giving_way,
     make_way,
     profiler_in_use,
@@ -265,7 +266,7 @@ def _track_cpu(peak: PeakMemory, give_way: Callable[[], None] | None) -> Iterato
         if profiler_running():
             recorder.__exit__(None, None, None)
             del watches
-            changes += _recorded(recorder.kineto_results.experimental_event_tree())
+            changes += _recorded(cpu_allocations(recorder))
             peak.stretches = _stretches(changes, marks)
             peak.peak_bytes = max(0, *(stretch.peak_bytes for stretch in peak.stretches))
         else:  # the block started a profiler of its own, which ended this one
@@ -289,21 +290,14 @@ def _stretches(changes: Iterable[_Change], marks: Sequence[int]) -> list[Stretch
     return found
 
 
-def _recorded(events: Iterable[Any]) -> Iterator[_Change]:
-    """Allocations of the profiled block, and the releases of what it allocated, from the profiler's event tree.
+def _recorded(allocations: list[tuple[int, int, int]]) -> Iterator[_Change]:
+    """Allocations of the profiled block, and the releases of what it allocated, of all that the profiler has recorded.
 
     Releases of anything else are left out: the profiler does not see most of them, and takes the sizes of some from
     whatever lay at that address when it last ran.
     """
-    waiting, found = list(events), []
-    while waiting:
-        event = waiting.pop()
-        waiting.extend(event.children)
-        if event.tag.name == "Allocation" and event.extra_fields.device.type == "cpu":
-            found.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
-    found.sort(key=lambda change: change[0])
     live: dict[int, int] = {}
-    for moment, address, nbytes in found:
+    for moment, address, nbytes in sorted(allocations, key=lambda change: change[0]):
         if nbytes >= 0:
             live[address] = nbytes
             yield moment, nbytes

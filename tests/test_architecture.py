@@ -9,10 +9,11 @@ import sys
 
 import pytest
 
-from lightning_remat.capture._versions import NAMES
+from lightning_remat.capture._torch._versions import NAMES
 from tests.helpers.private_names import ROOT, SOURCES, foreign_attributes, private_names, words
 
-TORCH_MODULE = "lightning_remat/capture/_torch.py"
+TORCH_PACKAGE = "lightning_remat/capture/_torch/"
+VERSIONS = f"{TORCH_PACKAGE}_versions.py"
 
 OF_OBJECTS = {
     *("_expr", "_orig_mod"),  # of torch, where only objects have them: SymNode, OptimizedModule
@@ -46,13 +47,14 @@ def test_private_names_are_recognized(source: str, found: list[str]) -> None:
     assert sorted(private_names(source)) == found
 
 
-def test_private_torch_lives_in_one_module() -> None:
+def test_private_torch_lives_in_one_package() -> None:
     """Ops (``torch.ops.aten._to_copy``) aside: what a graph is made of is read everywhere."""
     assert len(SOURCES) > 10
     found = {path: [one for one in private_names(text) if ".ops." not in one] for path, text in SOURCES.items()}
-    assert found.pop(TORCH_MODULE)
+    inside = {path: found.pop(path) for path in SOURCES if path.startswith(TORCH_PACKAGE)}
+    assert [path for path, names in inside.items() if not names] == [VERSIONS], "nothing private in there"
     found = {path: names for path, names in found.items() if names}
-    assert not found, f"private torch belongs into {TORCH_MODULE}: {found}"
+    assert not found, f"private torch belongs into {TORCH_PACKAGE}: {found}"
 
 
 def test_all_private_names_of_torch_are_listed() -> None:
@@ -61,13 +63,13 @@ def test_all_private_names_of_torch_are_listed() -> None:
     used = {name for text in SOURCES.values() for name in private_names(text) if not name.endswith("?")}
     used = {re.sub(r"^(torch\.ops\.aten)\.\w+\.\w+\.(_\w+).*", r"\1.add.Tensor.\2", name) for name in used}
     missing = {name for name in used if not any(one == name or one.startswith(f"{name}.") for one in listed)}
-    assert not missing, f"list these in capture/_versions.py: {sorted(missing)}"
+    assert not missing, f"list these in {VERSIONS}: {sorted(missing)}"
     parts = {part for name in listed for part in name.split(".")}
     of_objects = {path: names - parts - OF_OBJECTS for path, names in foreign_attributes().items()}
-    assert not {path: names for path, names in of_objects.items() if names}, "list these in capture/_versions.py"
-    there = set().union(*(words(text) for path, text in SOURCES.items() if not path.endswith("_versions.py")))
+    assert not {path: names for path, names in of_objects.items() if names}, f"list these in {VERSIONS}"
+    there = set().union(*(words(text) for path, text in SOURCES.items() if path != VERSIONS))
     unused = {name for name in listed if not set(name.split(".")[-1:]) <= there}
-    assert not unused, f"nothing uses these of capture/_versions.py: {sorted(unused)}"
+    assert not unused, f"nothing uses these of {VERSIONS}: {sorted(unused)}"
 
 
 def test_the_contracts_between_rooms_hold() -> None:

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._functorch import aot_autograd as functorch_aot
 from torch.nn import functional
 
 from lightning_remat import Rematerialized, RematWarning, rematerialize
-from lightning_remat.capture import _torch as internals
 from lightning_remat.capture._tangents import Layout, alike
 from lightning_remat.runtime import _arrivals
 
@@ -250,6 +250,6 @@ def test_layouts(shape: list[int], order: Any, expanded: set[int]) -> None:
 
 
 def test_what_is_replaced_in_torch_is_put_back() -> None:
-    before = internals.functorch_aot.run_functionalized_fw_and_collect_metadata
+    before = functorch_aot.run_functionalized_fw_and_collect_metadata
     Pair(rows, 1.0).train(LOSSES["sum"], 0)
-    assert internals.functorch_aot.run_functionalized_fw_and_collect_metadata is before
+    assert functorch_aot.run_functionalized_fw_and_collect_metadata is before

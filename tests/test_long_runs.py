@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_remat import Rematerialized, rematerialize
-from lightning_remat.capture import _torch as internals
+from lightning_remat.capture._torch import _exchange
 from lightning_remat.runtime import _sized_plans
 from lightning_remat.runtime._captures import STATIC_CAPTURES
 from lightning_remat.runtime._recent import Recent
@@ -93,7 +93,7 @@ def test_the_last_entries_stay() -> None:
 @pytest.mark.parametrize("share", [True, False])
 def test_what_is_forgotten_is_found_again(monkeypatch: pytest.MonkeyPatch, share: bool) -> None:
     """With room for few sizes, costs and versions: everything is derived again, and nothing is planned twice."""
-    monkeypatch.setattr(internals, "MOST_VERSIONS", 1)
+    monkeypatch.setattr(_exchange, "MOST_VERSIONS", 1)
     monkeypatch.setattr(_sized_plans, "MOST_POINTS", 2)
     monkeypatch.setattr(_sized_plans, "MOST_SIZES", 3)
     module = Sequences()

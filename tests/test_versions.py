@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_remat.capture._versions import NAMES, RELEASES, Unavailable, missing, unknown_torch
+from lightning_remat.capture._torch._versions import NAMES, RELEASES, Unavailable, missing, unknown_torch
 from lightning_remat.errors import CaptureError
 from tests.helpers.graphs import unit_chain
 from tests.helpers.private_names import ROOT

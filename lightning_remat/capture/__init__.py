@@ -1,9 +1,9 @@
-"""torch to computation graph. On a torch that is not known, what captures is not there (see ``_versions``)."""
+"""torch to computation graph. On a torch that is not known, what captures is not there (see ``_torch``)."""
 
 from typing import TYPE_CHECKING
 
 from lightning_remat.capture._call import OpCall, Source, TensorSpec, same_device
-from lightning_remat.capture._versions import Unavailable, unknown_torch
+from lightning_remat.capture._torch import Unavailable, unknown_torch
 
 if TYPE_CHECKING or not unknown_torch():
     from lightning_remat.capture._autocast import Autocast

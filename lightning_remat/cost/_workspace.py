@@ -18,6 +18,7 @@ import torch
 from lightning_remat._blocks import CUDA_BLOCK_BYTES, block_bytes
 from lightning_remat._profiler import QuietReleases, make_way, profiler_in_use, quiet_profiler
 from lightning_remat.capture import OpCall, TensorSpec, same_device
+from lightning_remat.capture import _torch as internals
 from lightning_remat.cost._materialize import materialize, tensors_in
 
 log = logging.getLogger(__name__)
@@ -109,8 +110,7 @@ def cpu_memory(calls: Iterable[OpCall], on_error: Callable[[OpCall, Exception], 
                 on_error(call, error)
                 outputs = None
             found.append((call.key, outputs))
-    results = profiler.profiler.kineto_results if profiler.profiler is not None else None
-    peaks = _peaks(results.events()) if results is not None else {}
+    peaks = _peaks(*internals.marked(profiler, _MARK))
     return {
         key: Memory(max(0, peaks.get(i, 0) - outputs.counted), outputs.real_bytes)
         for i, (key, outputs) in enumerate(found)
@@ -126,15 +126,8 @@ def _run_marked(call: OpCall, mark: str) -> Outputs:
     return Outputs.of(call, result, args, kwargs, torch.device("cpu"))
 
 
-def _peaks(events: Iterable[Any]) -> dict[int, int]:
+def _peaks(windows: list[tuple[int, int, int]], changes: list[tuple[int, int]]) -> dict[int, int]:
     """The highest running sum of allocations within each marker, by its number."""
-    windows: list[tuple[int, int, int]] = []
-    changes: list[tuple[int, int]] = []
-    for event in events:
-        if event.name() == "[memory]":
-            changes.append((event.start_ns(), event.nbytes()))
-        elif event.name().startswith(_MARK):
-            windows.append((event.start_ns(), event.start_ns() + event.duration_ns(), int(event.name()[len(_MARK) :])))
     changes.sort(key=lambda change: change[0])
     windows.sort()
     peaks: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Is the torch that runs one that the package knows? Its private names are listed here, and imported in ``_torch``.
+"""Is the torch that runs one that the package knows? Its private names are listed here.
 
 On a release that the package was not run with, or one where a name is gone, nothing is captured: what torch does there with
 what is replaced in it, nobody has seen, and exact bits come before memory. All else works: graphs are planned from files,

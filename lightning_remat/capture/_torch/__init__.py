@@ -1,0 +1,226 @@
+"""Every private name of torch that the project uses, a file a subsystem, and what is made of them for the others.
+
+Tried on torch 2.15.0, 2.14.1 and 2.13.0 (Python 3.11) and 2.11.0 (Python 3.12). ``_versions`` lists all the names, and looks
+them up before any is imported; on a torch that is not known, none is.
+"""
+
+from typing import TYPE_CHECKING
+
+from lightning_remat.capture._torch._versions import Unavailable, unknown_torch
+
+if TYPE_CHECKING or not unknown_torch():
+    # As torch has them.
+    from torch._dynamo.exc import unimplemented
+    from torch._dynamo.source import AttrSource
+    from torch._dynamo.utils import counters as dynamo_counters
+    from torch._guards import Source
+    from torch._ops import HigherOrderOperator, OpOverload
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    from lightning_remat.capture._torch._allocator import allocator_settings, set_allocator_settings
+    from lightning_remat.capture._torch._aot import Frame
+    from lightning_remat.capture._torch._autocast import (
+        autocast_region,
+        enter_autocast,
+        enter_inference_mode,
+        exit_autocast,
+    )
+    from lightning_remat.capture._torch._autograd_graph import (
+        accumulates_into,
+        backward_number,
+        captured_node,
+        in_backward,
+        is_to_run,
+        keep_saved,
+        lead_only_to,
+        needs_kept,
+        on_backward,
+        sources_of_gradients,
+    )
+    from lightning_remat.capture._torch._compiled import COMPILED_CALL, DISABLED, INLINED, ORIGINAL, OptimizedModule
+    from lightning_remat.capture._torch._decompositions import calls_cudnn, whole_ops
+    from lightning_remat.capture._torch._descriptors import (
+        argument_of,
+        is_parameter,
+        output_of_tangent,
+        overwritten,
+        runs_in_forward,
+    )
+    from lightning_remat.capture._torch._dispatch import observed_ops, run_below_autograd, run_on_cpu
+    from lightning_remat.capture._torch._distributed import default_store
+    from lightning_remat.capture._torch._effects import FUNCTIONALIZED, PRINT, WITH_EFFECTS, assert_async
+    from lightning_remat.capture._torch._exchange import Exchange
+    from lightning_remat.capture._torch._fake import (
+        fake_tensors,
+        real_layouts,
+        real_tensors,
+        spaced_results,
+        with_fakes,
+    )
+    from lightning_remat.capture._torch._floats import VaryingFloats, floats_as_constants, sizes_from_floats
+    from lightning_remat.capture._torch._frames import (
+        capture_failures,
+        compile_frame,
+        ends_function,
+        is_code_of,
+        is_whole_function,
+        recapture_reason,
+        varying,
+    )
+    from lightning_remat.capture._torch._guards import (
+        absent,
+        found_at,
+        given,
+        given_now,
+        guard_on,
+        guard_on_gradients,
+        source_name,
+    )
+    from lightning_remat.capture._torch._loggers import logging_calls
+    from lightning_remat.capture._torch._profiler import (
+        allocations,
+        marked,
+        profilers_counting,
+        profiling,
+        profiling_anywhere,
+    )
+    from lightning_remat.capture._torch._running import Arrival, Modules, boxed
+    from lightning_remat.capture._torch._symbols import computed, expression, free_symbols, hint, largest, substitute
+    from lightning_remat.capture._torch._tensors import copied, tensor_leaves
+    from lightning_remat.capture._torch._tracing import collected, tracing, uncollected
+    from lightning_remat.capture._torch._variables import (
+        BaseListVariable,
+        BuiltinVariable,
+        GetAttrVariable,
+        IgnoredFunctionVariable,
+        LoggingLoggerVariable,
+        NumpyVariable,
+        SkipFunctionVariable,
+        StringFormatVariable,
+        SymNodeVariable,
+        TensorVariable,
+        TorchInGraphFunctionVariable,
+        TupleVariable,
+        UnspecializedNNModuleVariable,
+        UserFunctionVariable,
+        VariableBuilder,
+        VariableTracker,
+        build_attribute,
+        compare_handlers,
+        is_size,
+        reconstruct_as,
+        reconstruct_copy,
+    )
+
+__all__ = [
+    "COMPILED_CALL",
+    "DISABLED",
+    "FUNCTIONALIZED",
+    "INLINED",
+    "ORIGINAL",
+    "PRINT",
+    "WITH_EFFECTS",
+    "Arrival",
+    "AttrSource",
+    "BaseListVariable",
+    "BuiltinVariable",
+    "Exchange",
+    "FakeTensor",
+    "Frame",
+    "GetAttrVariable",
+    "HigherOrderOperator",
+    "IgnoredFunctionVariable",
+    "LoggingLoggerVariable",
+    "Modules",
+    "NumpyVariable",
+    "OpOverload",
+    "OptimizedModule",
+    "SkipFunctionVariable",
+    "Source",
+    "StringFormatVariable",
+    "SymNodeVariable",
+    "TensorVariable",
+    "TorchInGraphFunctionVariable",
+    "TupleVariable",
+    "Unavailable",
+    "UnspecializedNNModuleVariable",
+    "UserFunctionVariable",
+    "VariableBuilder",
+    "VariableTracker",
+    "VaryingFloats",
+    "absent",
+    "accumulates_into",
+    "allocations",
+    "allocator_settings",
+    "argument_of",
+    "assert_async",
+    "autocast_region",
+    "backward_number",
+    "boxed",
+    "build_attribute",
+    "calls_cudnn",
+    "capture_failures",
+    "captured_node",
+    "collected",
+    "compare_handlers",
+    "compile_frame",
+    "computed",
+    "copied",
+    "default_store",
+    "dynamo_counters",
+    "ends_function",
+    "enter_autocast",
+    "enter_inference_mode",
+    "exit_autocast",
+    "expression",
+    "fake_tensors",
+    "floats_as_constants",
+    "found_at",
+    "free_symbols",
+    "given",
+    "given_now",
+    "guard_on",
+    "guard_on_gradients",
+    "hint",
+    "in_backward",
+    "is_code_of",
+    "is_parameter",
+    "is_size",
+    "is_to_run",
+    "is_whole_function",
+    "keep_saved",
+    "largest",
+    "lead_only_to",
+    "logging_calls",
+    "marked",
+    "needs_kept",
+    "observed_ops",
+    "on_backward",
+    "output_of_tangent",
+    "overwritten",
+    "profilers_counting",
+    "profiling",
+    "profiling_anywhere",
+    "real_layouts",
+    "real_tensors",
+    "recapture_reason",
+    "reconstruct_as",
+    "reconstruct_copy",
+    "run_below_autograd",
+    "run_on_cpu",
+    "runs_in_forward",
+    "set_allocator_settings",
+    "sizes_from_floats",
+    "source_name",
+    "sources_of_gradients",
+    "spaced_results",
+    "substitute",
+    "tensor_leaves",
+    "tracing",
+    "uncollected",
+    "unimplemented",
+    "unknown_torch",
+    "varying",
+    "whole_ops",
+    "with_fakes",
+]

@@ -1,0 +1,212 @@
+"""AOTAutograd, as it traces a captured forward with its backward, and what is set in torch meanwhile.
+
+* ``aot_autograd`` with ``partition_fn``: it hands over the joint forward-backward graph, and runs what it gets back.
+* ``_inductor.config.fallback_random``: without it, AOTAutograd drops random ops whose result nobody reads; eager draws them.
+  ``fx.Node.is_impure``: what else it drops (see ``capture._effects``).
+* ``run_functionalized_fw_and_collect_metadata``: where it decides how gradients lie that a backward is handed (see
+  `_tangents_lie`), and ``TracingContext``, where its notes on them are found (see ``_exchange``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.symbolic_convert import TensorifyState
+from torch._functorch import aot_autograd as functorch_aot
+from torch._functorch import config as functorch_config
+from torch._guards import TracingContext
+from torch._inductor import config as inductor_config
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_remat.capture._regions import inline_regions
+from lightning_remat.capture._tangents import Layouts
+from lightning_remat.capture._torch._decompositions import whole_ops
+from lightning_remat.capture._torch._descriptors import output_of
+from lightning_remat.capture._torch._exchange import Exchange
+from lightning_remat.capture._torch._fake import real_layouts, spaced_results
+from lightning_remat.capture._torch._floats import floats_stay
+from lightning_remat.capture._torch._running import Modules, boxed
+from lightning_remat.capture._torch._tracing import tracing
+
+Partition = Callable[..., Modules]
+
+
+class Frame:
+    """What Dynamo has captured, to be traced by AOTAutograd, and once more where gradients turn out to lie otherwise.
+
+    Args:
+        module: the captured forward.
+        parts: ops that are captured as the ops that they are made of.
+        symbolic: whether sizes are symbols.
+        stays: ops for which this is true are there although nobody reads their results.
+    """
+
+    def __init__(
+        self,
+        module: torch.fx.GraphModule,
+        parts: Mapping[OpOverload, Callable[..., Any]],
+        symbolic: bool,
+        stays: Callable[[Any], bool],
+    ) -> None:
+        inline_regions(module)
+        self.module = module
+        self._parts, self._symbolic, self._stays = parts, symbolic, stays
+        placeholders = module.graph.find_nodes(op="placeholder")
+        self._examples = [node.meta.get("example_value") for node in placeholders]  # Dynamo clears the nodes
+        kinds = ("cpu", "cuda")
+        self._autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
+        self._autocast_cache = torch.is_autocast_cache_enabled()
+
+    def compiled(self, example_inputs: Sequence[Any], partition: Partition) -> tuple[Callable[..., Any], Exchange]:
+        """Run AOTAutograd; ``partition`` turns the joint graph into forward and backward.
+
+        What runs can be exchanged for other versions of it.
+        """
+        exchange = Exchange()
+        waiting = [partition]  # which holds the step's inputs, and torch 2.11 keeps what it is called by
+
+        def partitioned(*args: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+            modules = waiting[0](*args, **kwargs)
+            exchange.add(modules)
+            exchange.summands = modules.summands
+            return modules.forward, _with_gradients_alone(modules.backward, exchange.summands)
+
+        def inference(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+            return boxed(module)
+
+        def compiler(run: Callable[[list[Any]], Any]) -> Callable[..., Callable[[list[Any]], Any]]:
+            def compiled(_module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
+                if run == exchange.forward:
+                    exchange.noted_by(TracingContext.get().fw_metadata)
+
+                def call(args: list[Any]) -> Any:
+                    return run(args)
+
+                call._boxed_call = True  # type: ignore[attr-defined]
+                return call
+
+            return compiled
+
+        backend = aot_autograd(
+            fw_compiler=compiler(exchange.forward),
+            bw_compiler=compiler(exchange.backward),
+            inference_compiler=inference,
+            partition_fn=partitioned,
+            decompositions=dict(self._parts),
+        )
+        with self._settings():
+            compiled: Callable[..., Any] = backend(self.module, example_inputs)
+        waiting.clear()
+        TensorifyState.clear()  # what Dynamo began again for is captured
+        return compiled, exchange
+
+    def joint(self, layouts: Layouts, read: Callable[..., Any]) -> Any:
+        """What ``read`` makes of the joint graph, as a partition is given it, where gradients lie so; nothing is compiled.
+
+        It is for the time of a backward: gradients are enabled, and autocast is as when the frame was captured.
+        """
+        found: list[Any] = []
+
+        def partitioned(*args: Any, **kwargs: Any) -> Any:
+            found.append(read(*args, **kwargs))
+            raise _Traced
+
+        def never(_module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Any:
+            raise RuntimeError("no gradient of it is needed")
+
+        backend = aot_autograd(
+            fw_compiler=never, bw_compiler=never, partition_fn=partitioned, decompositions=dict(self._parts)
+        )
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(compile_lock)
+            stack.enter_context(torch.enable_grad())
+            for kind, enabled, dtype in self._autocast:
+                if enabled or torch.is_autocast_enabled(kind):
+                    around = torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._autocast_cache)
+                    stack.enter_context(around)
+            stack.enter_context(tracing())
+            stack.enter_context(_tangents_lie(layouts))
+            stack.enter_context(self._settings())
+            with contextlib.suppress(_Traced):
+                backend(self.module, self._examples)
+        return found[0]
+
+    @contextlib.contextmanager
+    def _settings(self) -> Iterator[None]:
+        """What AOTAutograd is told while it traces."""
+        settings: dict[str, Any] = {"donated_buffer": False}
+        if hasattr(functorch_config, "backward_pass_autocast"):
+            # "same_as_forward" gives other bits than eager where the step has a region with autocast off.
+            settings["backward_pass_autocast"] = "off"
+        with (
+            whole_ops(self._symbolic),
+            floats_stay(),
+            real_layouts(),
+            spaced_results(),
+            _unread_ops_stay(self._stays),
+            functorch_config.patch(settings),
+            inductor_config.patch(fallback_random=True),
+        ):
+            yield
+
+
+class _Traced(BaseException):
+    """The joint graph is there: nothing more is wanted of AOTAutograd."""
+
+
+@contextlib.contextmanager
+def _tangents_lie(layouts: Layouts) -> Iterator[None]:
+    """AOTAutograd traces the backward for gradients that lie so."""
+    own = functorch_aot.run_functionalized_fw_and_collect_metadata  # type: ignore[attr-defined]
+
+    def collecting(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        collect = own(*args, **kwargs)
+
+        def collected(*inputs: Any) -> Any:
+            metadata = collect(*inputs)
+            for i, description in enumerate(metadata.traced_tangents_descs):
+                layout, tangent = layouts.get(output_of(description)), metadata.traced_tangents[i]  # type: ignore[arg-type]
+                if layout is not None and isinstance(tangent, FakeTensor):
+                    with tangent.fake_mode:
+                        metadata.traced_tangents[i] = layout.empty_like(tangent)
+            return metadata
+
+        return collected
+
+    functorch_aot.run_functionalized_fw_and_collect_metadata = collecting  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        functorch_aot.run_functionalized_fw_and_collect_metadata = own  # type: ignore[attr-defined]
+
+
+def _with_gradients_alone(backward: torch.fx.GraphModule, summands: int) -> torch.fx.GraphModule:
+    """What AOTAutograd is shown, which counts the outputs (what runs is `Exchange.backward`)."""
+    if not summands:
+        return backward
+    graph = torch.fx.Graph()
+    outputs: Any = graph.graph_copy(backward.graph, {})
+    graph.output(tuple(outputs[: len(outputs) - summands]))
+    return torch.fx.GraphModule(backward, graph)
+
+
+@contextlib.contextmanager
+def _unread_ops_stay(stays: Callable[[Any], bool]) -> Iterator[None]:
+    """Ops for which this is true are not taken for dead code."""
+    own = torch.fx.Node.is_impure
+
+    def is_impure(node: torch.fx.Node, impure_random: bool = True) -> bool:
+        return own(node, impure_random) or (node.op == "call_function" and stays(node.target))
+
+    torch.fx.Node.is_impure = is_impure  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.fx.Node.is_impure = own  # type: ignore[method-assign]

@@ -1,0 +1,181 @@
+"""Autograd's graph: its nodes and what they have saved, and the backward that runs now, with where its gradients come from.
+
+``BackwardCFunction`` is the node of what AOTAutograd has compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import _engine_run_backward
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_remat.capture._tangents import Given
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread."""
+    return torch._C._current_autograd_node() is not None
+
+
+def backward_number() -> int:
+    """Which backward runs now on this thread; -1 where none does."""
+    return int(torch._C._current_graph_task_id())
+
+
+def on_backward(
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    told: Callable[[frozenset[int], dict[int, Given], dict[int, torch.Tensor], Any], None],
+    ported: Callable[[], dict[int, torch.Tensor]] = dict,
+) -> None:
+    """Call ``told`` when a backward begins of what a captured function made; gradients are enabled in it where it is to be
+    differentiated.
+
+    It is told the positions of the outputs that the backward does not come through (their gradients are nothing, not zeros),
+    how the gradients of the others lie, by position, those that autograd does not hand over, which ``ported`` gives then, and
+    the node of autograd's graph.
+    """
+    nodes: dict[Any, list[tuple[int, int]]] = {}
+    earlier = {captured_node(value)[0] for value in inputs}  # what is handed out of these comes from elsewhere
+    for position, output in enumerate(outputs):
+        node, number = captured_node(output)
+        if node is not None and node not in earlier:
+            nodes.setdefault(node, []).append((position, number))
+
+    def before(places: Sequence[tuple[int, int]], of: Callable[[], Any], gradients: Sequence[Any]) -> None:
+        others = ported()
+        given = {position: others.get(position, gradients[number]) for position, number in places}
+        unused = frozenset(position for position, gradient in given.items() if gradient is None)
+        lie: dict[int, Given] = {}
+        for position, gradient in given.items():
+            if type(gradient) is torch.Tensor and gradient.layout is torch.strided:
+                lie[position] = tuple(gradient.shape), gradient.stride()
+        told(unused, lie, others, of())
+
+    for node, places in nodes.items():  # a hook is the node's, and must not keep it alive
+        node.register_prehook(functools.partial(before, places, weakref.ref(node)))
+
+
+def captured_node(output: Any) -> tuple[Any, int]:
+    """The node of autograd's graph that a captured function's output comes from, and the output's number there.
+
+    AOTAutograd makes outputs that share memory from one of them, outside of what it captures: between such a view and the
+    captured function are nodes of their own. ``None`` for what has no gradient or comes from no captured function.
+    """
+    node = output.grad_fn if isinstance(output, torch.Tensor) else None
+    number = output.output_nr if node is not None else 0
+    while node is not None and not isinstance(node, BackwardCFunction):
+        node, number = node.next_functions[0] if len(node.next_functions) == 1 else (None, 0)
+    return node, number
+
+
+def accumulates_into(parameter: torch.Tensor) -> bool:
+    """Whether the backward that runs now adds to the parameter's gradient (``torch.autograd.grad`` does not)."""
+    if torch.is_grad_enabled():  # it is to be differentiated
+        return False
+    return is_to_run(torch.autograd.graph.get_gradient_edge(parameter).node)
+
+
+def is_to_run(node: Any) -> bool:
+    """Whether a node of autograd's graph is part of the backward that runs now."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # "A leaf node was passed ... but we are currently running autograd.grad()"
+        return False
+
+
+def lead_only_to(nodes: Collection[Any], leaves: Iterable[torch.Tensor]) -> bool:
+    """Whether a backward of these tensors adds to no gradient but through these nodes of autograd's graph."""
+    left = [leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None]
+    seen = set(nodes)
+    while left:
+        node = left.pop()
+        if node in seen:
+            continue
+        if not node.next_functions:  # adds to a gradient
+            return False
+        seen.add(node)
+        left.extend(following for following, _ in node.next_functions if following is not None)
+    return True
+
+
+Sources = Mapping[tuple[Any, int], Collection[Any]]
+"""By the inputs of autograd's nodes, the nodes that hand gradients to them."""
+
+
+def sources_of_gradients() -> list[Sources] | None:
+    """Of the backwards that run now, of what each comes from; what they leave out, asked for some gradients alone, is among it.
+
+    ``None`` where it is not known, since none was begun from Python.
+    """
+    begun = [one for frame in sys._current_frames().values() for one in _begun(frame)]
+    return [_sources(one) for one in begun] or None
+
+
+def _begun(frame: types.FrameType | None) -> Iterator[Any]:
+    """What the backwards come from that a thread is in."""
+    code = inspect.unwrap(_engine_run_backward).__code__
+    while frame is not None:
+        if frame.f_code is code:
+            yield from frame.f_locals["t_outputs"]
+        frame = frame.f_back
+
+
+_SOURCES: MutableMapping[torch.Tensor, tuple[Any, Sources]] = WeakTensorKeyDictionary()
+"""Of tensors that a backward has come from: what they were computed by, and its sources. (Kept no longer than they are, with
+all that they were computed by.)
+"""
+
+
+def _sources(root: Any) -> Sources:
+    first = root.grad_fn if isinstance(root, torch.Tensor) else root.node
+    known, sources = _SOURCES.get(root, (None, {})) if isinstance(root, torch.Tensor) else (None, {})
+    if first is None or known is first:
+        return sources
+    found: dict[tuple[Any, int], list[Any]] = {}
+    left, seen = [first], {first}
+    while left:
+        node = left.pop()
+        for edge in node.next_functions:
+            if edge[0] is not None:
+                found.setdefault(edge, []).append(node)
+                if edge[0] not in seen:
+                    seen.add(edge[0])
+                    left.append(edge[0])
+    if isinstance(root, torch.Tensor):
+        _SOURCES[root] = first, found
+    return found
+
+
+def keep_saved(node: Any) -> None:
+    """What a node of a captured function has saved outlives its first backward, so that a second one may come through it."""
+    type(node).saved_tensors = property(lambda own: vars(own).get(_KEPT) or _saved_tensors(own))
+    setattr(node, _KEPT, _saved_tensors(node))
+
+
+def needs_kept(node: Any) -> bool:
+    """Whether a backward can only come through a node because of `keep_saved`: autograd has given up what the node had saved,
+    or it was written to since. (It may all be there still: ``retain_graph=True``.)
+    """
+    if not hasattr(node, _KEPT):
+        return False
+    try:
+        _saved_tensors(node)
+    except RuntimeError:
+        return True
+    delattr(node, _KEPT)
+    return False
+
+
+_KEPT = "_lightning_remat_kept"
+
+_saved_tensors = vars(torch._C._FunctionBase)["saved_tensors"].__get__

@@ -1,0 +1,19 @@
+"""What ``torch.compile`` makes of functions and modules, and writes on them: by it what the user has compiled is left alone.
+
+See ``capture._compiled``.
+"""
+
+from __future__ import annotations
+
+from torch._dynamo.eval_frame import OptimizedModule
+
+__all__ = ["COMPILED_CALL", "DISABLED", "INLINED", "ORIGINAL", "OptimizedModule"]
+
+INLINED, ORIGINAL = "_torchdynamo_inline", "_torchdynamo_orig_callable"
+"""Attributes of a function that ``torch.compile`` has made: what Dynamo traces in its place, and what was compiled."""
+
+DISABLED = "_torchdynamo_disable"
+"""Attribute of a function that Dynamo is to leave alone."""
+
+COMPILED_CALL = "_compiled_call_impl"
+"""Attribute of a module: what ``module.compile()`` has made."""

@@ -1,0 +1,133 @@
+"""Ops stay whole in a traced graph: AOTAutograd's unasked decompositions of them are taken away.
+
+It decomposes some ops (``upsample_bilinear2d``, ``dropout``, ``lstm``), by their ``py_kernels``, although no decompositions
+are asked for; the decomposed op has other bits and another speed than eager. They are kept whole, cuDNN's batch norm as
+``_batch_norm_with_update`` (see `calls_cudnn`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+from torch._ops import OpOverload
+
+# Ops whose Python decompositions stay. The batch norms' kernels overwrite the running statistics without saying so, which
+# a functional graph cannot hold; `dropout` becomes `native_dropout`, which the capture knows how to split.
+_KEEP_DECOMPOSED = (
+    "miopen_batch_norm",
+    "native_batch_norm",
+    "dropout",
+    "empty",
+    "broadcast_tensors",
+)
+
+# The same in Python as in torch's C++, which reads sizes as numbers.
+_KEEP_FOR_SYMBOLS = ("matmul",)
+
+_COMPOSITE_KEYS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
+
+
+def _unasked_decompositions(symbolic: bool) -> list[OpOverload]:
+    found = []
+    kept = (*_KEEP_DECOMPOSED, *(_KEEP_FOR_SYMBOLS if symbolic else ()))
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        if not hasattr(packet, "overloads") or name in kept:
+            continue
+        for overload in packet.overloads():
+            op = getattr(packet, overload)
+            if any(key in op.py_kernels for key in _COMPOSITE_KEYS):
+                found.append(op)
+    return found
+
+
+def _upsample(op: OpOverload, x: torch.Tensor, output_size: Any, *others: Any, **named: Any) -> torch.Tensor:
+    """What torch's own kernel does for the overloads that take ``scale_factors``, which refuses symbolic sizes."""
+    arguments = [*others, *named.values()]  # in the schema's order
+    factors: list[float] | None = arguments.pop()
+    scales: Sequence[float | None] = factors or [None] * (x.dim() - 2)
+    if output_size is None and factors is not None:
+        as_int: Any = torch.sym_int  # without types before torch 2.14
+        output_size = [as_int(size * factor) for size, factor in zip(x.shape[2:], factors, strict=True)]
+    made: torch.Tensor = op(x, output_size, *arguments, *scales)
+    return made
+
+
+def _upsamplings() -> list[tuple[OpOverload, OpOverload]]:
+    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if "upsample_" in name]
+    return [(p.vec, p.default) for p in packets if {"vec", "default"} <= set(getattr(p, "overloads", list)())]
+
+
+def _cudnn_batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """Batch norm of cuDNN, traced: where it overwrites the running statistics, torch's op that says so.
+
+    That one has a functional form, and runs cuDNN's kernel where eager does. torch itself traces the native batch norm
+    instead, which has other bits.
+    """
+    if training and running_mean is not None:
+        op = torch.ops.aten._batch_norm_with_update.default
+        return op(x, weight, bias, running_mean, running_var, momentum, eps)
+    # Past this function, to what torch has for the key: it makes the op differentiable and calls it below.
+    op_at = torch.ops.aten.cudnn_batch_norm.default._op_dk
+    return op_at(DispatchKey.Autograd, x, weight, bias, running_mean, running_var, training, momentum, eps)
+
+
+def _lstm_layer(op: OpOverload, *args: Any) -> Any:
+    """A layer of an LSTM of oneDNN, traced: whether gradients are enabled stands in ``train``.
+
+    By that the kernel chooses among two of other bits, and ``train`` it does not read.
+    """
+    return op._op_dk(DispatchKey.Autograd, *args[:-1], torch.is_grad_enabled())
+
+
+@contextlib.contextmanager
+def whole_ops(symbolic: bool = False) -> Iterator[None]:
+    """Trace the ops that eager runs: take AOTAutograd's unasked Python decompositions away, and put them back."""
+    import torch._decomp  # registers them
+    import torch._refs
+
+    removed: list[tuple[OpOverload, DispatchKey, Any]] = []
+    ops = _unasked_decompositions(symbolic)
+    try:
+        for op in ops:
+            for key in _COMPOSITE_KEYS:
+                if key in op.py_kernels:
+                    removed.append((op, key, op.py_kernels.pop(key)))
+            op._dispatch_cache.clear()
+        for vec, op in _upsamplings():
+            vec.py_kernels[DispatchKey.CompositeImplicitAutograd] = functools.partial(_upsample, op)
+            vec._dispatch_cache.clear()
+        torch.ops.aten.cudnn_batch_norm.default.py_kernels[DispatchKey.Autograd] = _cudnn_batch_norm
+        layer = torch.ops.aten.mkldnn_rnn_layer.default
+        layer.py_kernels[DispatchKey.Autograd] = functools.partial(_lstm_layer, layer)
+        layer._dispatch_cache.clear()
+        yield
+    finally:
+        torch.ops.aten.mkldnn_rnn_layer.default.py_kernels.pop(DispatchKey.Autograd, None)
+        torch.ops.aten.mkldnn_rnn_layer.default._dispatch_cache.clear()
+        for vec, _ in _upsamplings():
+            vec.py_kernels.pop(DispatchKey.CompositeImplicitAutograd, None)
+            vec._dispatch_cache.clear()
+        for op, key, kernel in removed:
+            op.py_kernels[key] = kernel
+        for op in ops:
+            op._dispatch_cache.clear()
+
+
+def calls_cudnn(x: torch.Tensor) -> bool:
+    """Whether ``_batch_norm_with_update`` of such a tensor was traced for cuDNN's batch norm: there is one on the device."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::cudnn_batch_norm", x.device.type.upper())

@@ -1,0 +1,221 @@
+"""What AOTAutograd runs for a captured graph, exchanged for other versions of it.
+
+* ``TracingContext``'s metadata: AOTAutograd's notes on what a forward saves, which hold for its first version only, and on how
+  gradients lie that a backward is handed (see `Exchange`).
+* ``MemoryFormatMeta``, ``PlainTensorMeta``: its note on each gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensorMeta
+
+from lightning_remat.capture._tangents import Given
+from lightning_remat.capture._torch._fake import real_tensors
+from lightning_remat.capture._torch._running import Arrival, Modules, ObserveNode, Runner
+
+MOST_VERSIONS = 64
+"""Versions of one captured graph that are kept ready to run (a megabyte or more for every few hundred operations)."""
+
+_Version = tuple[Runner, Runner, torch.Tensor]
+
+
+class _Outputs(tuple[Any, ...]):
+    """What a version's forward returns, said to be as long as ``told``: all of it is there for who iterates or takes slices.
+
+    Attributes:
+        told: how many AOTAutograd was told, when it compiled the first version.
+    """
+
+    told: int
+
+    def __len__(self) -> int:
+        return self.told
+
+
+def _names(modules: Modules) -> tuple[str, ...]:
+    """Of what a forward hands over to its backward, in order."""
+    outputs: Any = modules.forward.graph.output_node().args[0]
+    return tuple(str(one) for one in outputs[modules.returned :])
+
+
+class Exchange:
+    """What AOTAutograd runs for one captured graph: one of several versions of it, each a forward and its backward.
+
+    AOTAutograd asks how many outputs and sizes a forward has, but not how many tensors it saves, so that versions may save
+    different ones. (It would note which of the first version's have symbolic sizes: it is not told what they are. Since torch
+    2.14 it notes which of them are inputs, not to make aliases of these: it is told that none are, as before. And where there
+    are tensor subclasses, torch 2.14 counts a forward's own outputs by what is left beside the first version's: see
+    `_Outputs`.) Each forward saves its version's number too, and the backward is that of the forward that saved for it,
+    however many calls wait for theirs. One thread at a time may call it.
+
+    Of versions that can be made again, those that ran last are kept (`MOST_VERSIONS`); one that is gone is made again when it
+    is to run, or when the backward of one of its forwards begins.
+
+    Attributes:
+        current: the version that the next forward runs.
+        dropped: positions of gradients that the next backward does not hand over.
+        unread: the tangents (targets of placeholders) that the next backward is not given, but zeros for.
+        without: makes a backward with such tangents left out.
+        summands: see `Modules`.
+        opens: whether the sums of the next backward are taken apart.
+        opened: makes a backward that does so.
+        summed: what that hands out: by the position of a gradient, those of its other summands.
+        taken: is given these by the next backward.
+        ported: tangents of the next backward that autograd has handed over zeros for, by their positions among its arguments,
+            counted from the end (see ``capture._ports``).
+        done: called when the next backward has run.
+        observe: where it is set, every op is run through it (slow).
+    """
+
+    def __init__(self) -> None:
+        self.current = 0
+        self.dropped: frozenset[int] = frozenset()
+        self.unread: frozenset[str] = frozenset()
+        self.without: Callable[[torch.fx.GraphModule, frozenset[str]], torch.fx.GraphModule] = lambda module, _: module
+        self.summands = 0
+        self.opens = False
+        self.opened: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] = lambda module: module
+        self.summed: Mapping[int, Sequence[int]] = {}
+        self.taken: Callable[[Sequence[Any]], None] | None = None
+        self.ported: Mapping[int, torch.Tensor] = {}
+        self.done: Callable[[], None] | None = None
+        self.observe: ObserveNode | None = None
+        self._versions: dict[int, _Version] = {}  # the one that ran last at the end
+        self._made_again: dict[int, tuple[Callable[[], Modules], tuple[str, ...]]] = {}
+        self._added = 0
+        self._returned = self._sizes = self._told = -1
+        self._most_saved = 0
+        self._inputs_saved: list[bool] = []
+        self._tangents: list[Any] = []  # AOTAutograd's notes on them, and what they say at first of how they lie
+        self._expected: list[Any] = []
+        self._arrival: Arrival = frozenset()
+
+    def add(self, modules: Modules, again: Callable[[], Modules] | None = None) -> int:
+        """One more version; returns its number. ``again`` makes its modules once more: the same ones."""
+        if self._added and (modules.returned, modules.sizes) != (self._returned, self._sizes):
+            raise ValueError(
+                f"{modules.returned} outputs and {modules.sizes} sizes are no version of {self._returned} and {self._sizes}"
+            )
+        self._returned, self._sizes = modules.returned, modules.sizes
+        number, self._added = self._added, self._added + 1
+        outputs: Any = modules.forward.graph.output_node().args[0]
+        if again is not None:
+            self._made_again[number] = again, _names(modules)
+        self._put(number, modules)
+        self._most_saved = max(self._most_saved, len(outputs) - modules.returned - modules.sizes + 1)
+        self._note_inputs()
+        return number
+
+    def _put(self, number: int, modules: Modules) -> _Version:
+        outputs: Any = modules.forward.graph.output_node().args[0]
+        if number == 0:
+            self._told = len(outputs)
+        for saved in outputs[modules.returned : len(outputs) - modules.sizes]:
+            saved.meta.pop("val", None)
+        with real_tensors():
+            mark = torch.tensor(number, device="cpu")
+        version = self._versions[number] = Runner(modules.forward), Runner(modules.backward), mark
+        ready = [one for one in self._versions if one in self._made_again]
+        for one in ready[: max(0, len(ready) - MOST_VERSIONS)]:
+            del self._versions[one]
+        return version
+
+    def _version(self, number: int) -> _Version:
+        """One that is kept, or made again."""
+        if number in self._versions:
+            found = self._versions[number] = self._versions.pop(number)
+            return found
+        again, names = self._made_again[number]
+        modules = again()
+        if _names(modules) != names:  # a backward may wait for what a forward of the first has saved
+            raise RuntimeError(
+                "a schedule was lowered again, and came out otherwise: this is a defect of lightning_remat"
+            )
+        return self._put(number, modules)
+
+    def noted_by(self, metadata: Any) -> None:
+        """What AOTAutograd will ask at run time of the first version is to hold for all versions."""
+        self._inputs_saved = getattr(metadata, "saved_tensor_is_graph_input", [])
+        self._note_inputs()
+        if all(isinstance(note, PlainTensorMeta) for note in metadata.subclass_tangent_meta):
+            self._tangents = list(metadata.subclass_tangent_meta)
+            self._expected = [note.memory_format for note in self._tangents]
+
+    def _note_inputs(self) -> None:
+        self._inputs_saved[:] = [False] * self._most_saved
+
+    def expect(self, tangents: Sequence[Given | None]) -> bool:
+        """How the tangents of the next backward lie: AOTAutograd hands them on as they are; returns whether it will.
+
+        Where there is ``None``, it lays them out as it has traced them.
+        """
+        if len(tangents) != len(self._tangents):
+            return False
+        for note, expected, given in zip(self._tangents, self._expected, tangents, strict=True):
+            if given is None:
+                note.memory_format = expected
+            else:
+                note.memory_format = MemoryFormatMeta(size=torch.Size(given[0]), stride=given[1])
+        return True
+
+    def knows(self, number: int, arrival: Arrival) -> bool:
+        """Whether a version has a backward for tangents that lie so."""
+        return arrival in self._version(number)[1].laid_out
+
+    def arrive(self, number: int, arrival: Arrival, backward: torch.fx.GraphModule | None = None) -> None:
+        """The tangents of the next backward, a version's, lie so; ``backward`` is made for that, where none is known yet."""
+        self._arrival = arrival
+        if backward is not None:
+            self._version(number)[1].laid_out[arrival] = Runner(backward)
+
+    def forward(self, args: list[Any]) -> tuple[Any, ...]:
+        """The current version's forward."""
+        run, _, number = self._version(self.current)
+        outputs = run(args, self.observe)
+        given = _Outputs((*outputs[: self._returned], number, *outputs[self._returned :]))
+        given.told = self._told
+        return given
+
+    def backward(self, args: list[Any]) -> Any:
+        """The backward of the forward that saved ``args``."""
+        number = int(args.pop(self._sizes))
+        dropped, self.dropped = self.dropped, frozenset()
+        ported, self.ported = self.ported, {}
+        for i, tangent in ported.items():
+            args[i] = tangent
+        del ported
+        summands = self.summands
+        if self.opens:
+            summands = sum(map(len, self.summed.values()))
+            dropped = dropped.union(*(self.summed.get(i, ()) for i in dropped))
+        found = self._backward(number)(args, self.observe)
+        if dropped:
+            found = tuple(None if i in dropped else one for i, one in enumerate(found))
+        taken, self.taken = self.taken, None
+        if summands and taken is not None:
+            taken(found[len(found) - summands :])
+        done, self.done = self.done, None
+        if done is not None:
+            done()
+        return found[: len(found) - summands]
+
+    def _backward(self, number: int) -> Runner:
+        """The next backward of a version."""
+        unread, self.unread = self.unread, frozenset()
+        arrival, self._arrival = self._arrival, frozenset()
+        run = self._version(number)[1]
+        if arrival:
+            run = run.laid_out[arrival]
+        if unread and unread not in run.without:
+            module = self.without(run.module, unread)
+            run.without[unread] = run if module is run.module else Runner(module)
+        run = run.without[unread] if unread else run
+        opens, self.opens = self.opens, False
+        if opens and run.opened is None:
+            run.opened = Runner(self.opened(run.module))
+        return run.opened if opens and run.opened is not None else run

@@ -1,0 +1,166 @@
+"""Fake tensors: shapes, types and devices without memory, and with the strides that the real ones will have.
+
+* ``FakeTensor``, ``_disable_current_modes``: planning runs real operations in the middle of fake tracing, and a network larger
+  than the memory is captured as a fake one.
+* ``FakeTensorMode._dispatch_impl``: some fake results have other strides than the real ones (see ``capture._layouts``).
+* ``FunctionalTensorMode.__torch_dispatch__``: where an op in place is about to become one that is not (see `spaced_results`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from lightning_remat.capture._layouts import real_layout, with_narrow_gaps
+from lightning_remat.capture._torch._loggers import silent_loggers
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Tensors made inside have shapes, types and devices, and no memory: a network of any size can be captured."""
+    with silent_loggers(), FakeTensorMode(allow_non_fake_inputs=True):  # an op that raises says so itself
+        yield
+
+
+def with_fakes(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], like: torch.Tensor) -> Any:
+    """What a call returns for tensors of which there is no memory, those of the fake tensor ``like``'s own mode."""
+    mode = like.fake_mode if isinstance(like, FakeTensor) else FakeTensorMode()
+    fakes = tree_map_only(
+        torch.Tensor, lambda x: x if isinstance(x, FakeTensor) else mode.from_tensor(x), (args, kwargs)
+    )
+    with mode:
+        return call(*fakes[0], **fakes[1])
+
+
+def real_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Leave fake tensor mode: tensors made inside are real."""
+    return _disable_current_modes()
+
+
+@contextlib.contextmanager
+def real_layouts() -> Iterator[None]:
+    """Trace with the strides that the real kernels give (`real_layout`)."""
+    original: Any = FakeTensorMode._dispatch_impl
+
+    def dispatch(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch.ops.aten._batch_norm_with_update_functional.default:
+            return _fake_batch_norm(dispatch, self, types, args)
+        result = original(self, func, types, args, kwargs)
+        first = result[0] if isinstance(result, (tuple, list)) and result else result
+        if not isinstance(first, FakeTensor):
+            return result
+        with self:
+            layout = real_layout(func, args)
+            if layout is None or layout.stride() == first.stride():
+                return result
+            true = torch.empty_strided(first.shape, layout.stride(), dtype=first.dtype, device=first.device)
+        return (true, *result[1:]) if isinstance(result, (tuple, list)) else true
+
+    FakeTensorMode.cache_clear()  # it may hold results with the other strides
+    FakeTensorMode._dispatch_impl = dispatch  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FakeTensorMode._dispatch_impl = original  # type: ignore[method-assign]
+        FakeTensorMode.cache_clear()
+
+
+def _fake_batch_norm(dispatch: Callable[..., Any], mode: Any, types: Any, args: Any) -> tuple[Any, ...]:
+    """The native batch norm's fake results, and between them cuDNN's reserve space, which torch would ask the device for.
+
+    Its size is not known without: it is taken to be 0 bytes, as torch does for ``cudnn_batch_norm``.
+    """
+    *given, momentum, eps = args
+    native = torch.ops.aten._native_batch_norm_legit_functional.default
+    output, mean, invstd, *statistics = dispatch(mode, native, types, (*given, True, momentum, eps), {})
+    with mode:
+        reserve = torch.empty(0, dtype=torch.uint8, device=output.device)
+    return output, mean, invstd, reserve, *statistics
+
+
+@contextlib.contextmanager
+def grouped_products() -> Iterator[None]:
+    """Trace products of experts (``_grouped_mm``) in any type: torch's fake one is for bfloat16 alone, the real one is not."""
+    original: Any = FakeTensorMode._dispatch_impl
+
+    def dispatch(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if func is not torch.ops.aten._grouped_mm.default or args[0].dtype == torch.bfloat16:
+            return original(self, func, types, args, kwargs)
+        left, right, *others = args
+        offsets = others[0] if others else kwargs.get("offs")
+        size = [*left.shape[:-1], right.shape[-1]] if left.dim() >= right.dim() else [left.shape[0], right.shape[-1]]
+        if left.dim() == right.dim() == 2:
+            size = [offsets.shape[0], *size]
+        elif left.dim() > right.dim():
+            size = size[1:]
+        # Rows begin at multiples of 16 bytes.
+        alignment = 16 // left.dtype.itemsize
+        row = (size[-1] + alignment - 1) // alignment * alignment
+        strides = [size[1] * row, row, 1][-len(size) :]
+        with self:
+            return torch.empty_strided(size, strides, dtype=left.dtype, device=left.device)
+
+    FakeTensorMode._dispatch_impl = dispatch  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FakeTensorMode._dispatch_impl = original  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def spaced_results() -> Iterator[None]:
+    """Trace what eager computes in place on a part of a wider tensor, which is not known as a view of it, with gaps.
+
+    ``unsafe_chunk``, as ``nn.GRUCell`` uses it, gives such parts. The traced op is not in place, and its fake result would be
+    dense; eager's kernels go from row to row, and compute the last elements of each, which do not fill a vector of the
+    processor, in another way. With gaps between its rows, however small, the result is computed and read as eager's is.
+    """
+    functional: Any = FunctionalTensorMode.__torch_dispatch__
+    dispatch: Any = FakeTensorMode.dispatch
+    wanted: list[tuple[str, tuple[Any, Any, torch.dtype]]] = []
+
+    def observe(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _writes_elements(func) or not isinstance(args[0], FunctionalTensor) or not args[0].is_base_tensor():
+            return functional(self, func, types, args, kwargs)
+        stride = with_narrow_gaps(args[0].shape, args[0].stride()) if args[0].device.type == "cpu" else None
+        if stride is None:
+            return functional(self, func, types, args, kwargs)
+        wanted.append((func._schema.name, (args[0].shape, stride, args[0].dtype)))
+        try:
+            return functional(self, func, types, args, kwargs)
+        finally:
+            wanted.clear()
+
+    def spaced(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not wanted or not isinstance(func, OpOverload) or f"{func._schema.name}_" != wanted[0][0]:
+            return dispatch(self, func, types, args, kwargs)
+        shape, stride, dtype = wanted.pop()[1]
+        result = dispatch(self, func, types, args, kwargs)
+        if result.shape != shape or result.dtype != dtype:
+            return result
+        with self:
+            return torch.empty_strided(shape, stride, dtype=dtype, device=result.device)
+
+    FunctionalTensorMode.__torch_dispatch__ = observe  # type: ignore[method-assign]
+    FakeTensorMode.dispatch = spaced  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        FunctionalTensorMode.__torch_dispatch__ = functional  # type: ignore[method-assign]
+        FakeTensorMode.dispatch = dispatch  # type: ignore[method-assign]
+
+
+def _writes_elements(func: Any) -> bool:
+    """Whether an op computes its first argument's elements in place, from the elements of the others."""
+    if not isinstance(func, OpOverload) or torch.Tag.pointwise not in func.tags:
+        return False
+    first = func._schema.arguments[0].alias_info
+    return first is not None and first.is_write and func._schema.name.endswith("_")

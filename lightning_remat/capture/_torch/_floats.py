@@ -1,0 +1,185 @@
+"""Python floats that change from call to call: inputs of a captured graph, that round and print as Python's do.
+
+* ``VariableBuilder.wrap_symfloat``: Dynamo makes an input of a Python float only where all sizes are symbols too, with no way
+  to ask for one (see `VaryingFloats`). AOTAutograd would make tensors of such floats, which round otherwise: that is left out
+  (``TENSORIFY_PYTHON_SCALARS``). ``TensorifyState`` tells Dynamo to begin again with a float as a constant.
+* ``SymNode`` simplifies what Python rounds at each operation, and ``_format_value`` forgets a float's format: both are
+  corrected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import math
+import os
+import re
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.fx
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.source import ConstantSource
+from torch._dynamo.symbolic_convert import InstructionTranslatorBase, TensorifyState
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import TrackedFake, VariableBuilder  # type: ignore[attr-defined]
+from torch._dynamo.variables.misc import StringFormatVariable
+from torch._dynamo.variables.tensor import SymNodeVariable
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeGuardPythonPrinter
+from torch.utils._pytree import tree_leaves
+from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+from lightning_remat.capture._torch._guards import source_name
+from lightning_remat.capture._torch._symbols import expression, free_symbols, symbolic_node
+
+
+class VaryingFloats:
+    """The Python floats that a function reads and that change from call to call: one graph holds for all of their values.
+
+    A float is one of them where it was seen to change, and from the first where what Dynamo left alone has just returned it
+    (``np.random.beta``).
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[types.CodeType, str], float] = {}
+
+    @contextlib.contextmanager
+    def symbolic(self) -> Iterator[None]:
+        """Meanwhile Dynamo makes inputs of them."""
+        own = VariableBuilder.wrap_symfloat
+
+        def wrap(builder: VariableBuilder, value: float) -> VariableTracker:
+            name = builder.name
+            static = not _RETURNED.fullmatch(name) and self._first.setdefault((builder.tx.f_code, name), value) == value
+            with torch._dynamo.config.patch(assume_static_by_default=static):
+                return own(builder, value)
+
+        VariableBuilder.wrap_symfloat = wrap  # type: ignore[assignment, method-assign]
+        try:
+            with _rounding_as_python_does(), _formatting_as_python_does():
+                yield
+        finally:
+            VariableBuilder.wrap_symfloat = own  # type: ignore[method-assign]
+
+
+_RETURNED = re.compile(r"L\['___stack\d+'\](\[[^\]]*\])*")
+"""What a call has returned that the graph breaks at, and items of it."""
+
+_ROUNDED = {"add": "+", "sub": "-", "mul": "*"}
+
+
+@contextlib.contextmanager
+def _rounding_as_python_does() -> Iterator[None]:
+    """The arithmetic of symbolic floats is not simplified: ``(t + 1e16) - 1e16`` is not ``t``."""
+    own = {name: getattr(SymNode, name) for name in _ROUNDED}
+    for name, sign in _ROUNDED.items():
+        setattr(SymNode, name, functools.partialmethod(_rounded, own[name], sign))
+    try:
+        yield
+    finally:
+        for name, method in own.items():
+            setattr(SymNode, name, method)
+
+
+def _rounded(left: Any, own: Callable[[Any, Any], Any], sign: str, right: Any) -> Any:
+    """A result of Python's float arithmetic, as a symbol of its own: guards compute it as the step does."""
+    found = own(left, right)
+    expression = found.expr
+    environment = found.shape_env
+    known_before = found.pytype is float and found.hint is not None and math.isfinite(found.hint)
+    if not known_before or expression.is_Symbol or expression.is_number or environment.tracked_fakes is None:
+        return found
+    known = vars(environment).setdefault("_lightning_remat_rounded", {})
+    if (sign, left.expr, right.expr) not in known:
+        source = ConstantSource(f"({_words(left)} {sign} {_words(right)})")
+        symbol = environment.create_unspecified_symbol(found.hint, source, DimDynamic.DYNAMIC)
+        number = environment.create_symfloatnode(symbol, hint=found.hint, source=source)
+        environment.tracked_fakes.append(TrackedFake(number, source, None))
+        known[sign, left.expr, right.expr] = symbol, source
+    symbol, source = known[sign, left.expr, right.expr]
+    return environment.create_symfloatnode(symbol, hint=found.hint, source=source).node
+
+
+def _words(number: Any) -> str:
+    """A symbolic number in Python, as guards write it."""
+    sources = number.shape_env.var_to_sources
+    return str(ShapeGuardPythonPrinter(sources, source_name, sources).doprint(number.expr))
+
+
+@contextlib.contextmanager
+def _formatting_as_python_does() -> Iterator[None]:
+    """A symbolic float in an f-string is formatted when the step runs (Dynamo forgets the format)."""
+    own = InstructionTranslatorBase._format_value
+    typed = "python_type" in vars(StringFormatVariable)  # not in torch 2.11: who asks for it breaks the graph
+    make: Callable[..., VariableTracker] = StringFormatVariable.create
+    asks_for_translator = "tx" in inspect.signature(make).parameters  # since torch 2.15
+
+    def format_value(translator: InstructionTranslatorBase, spec: VariableTracker, flags: int) -> None:
+        value = translator.stack[-1].realize()
+        if isinstance(value, SymNodeVariable) and isinstance(value.sym_num, torch.SymFloat):
+            form = "{:" + spec.as_python_constant() + "}"
+            first = (translator,) if asks_for_translator else ()
+            translator.stack[-1] = make(*first, form, [value], {})
+        else:
+            own(translator, spec, flags)
+
+    InstructionTranslatorBase._format_value = format_value  # type: ignore[assignment, method-assign]
+    if not typed:
+        StringFormatVariable.python_type = lambda _: str  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        InstructionTranslatorBase._format_value = own  # type: ignore[method-assign]
+        if not typed:
+            del StringFormatVariable.python_type
+
+
+def _float_symbols(graph_module: torch.fx.GraphModule) -> list[str]:
+    """The names of the symbols of Python floats that a graph of Dynamo's is given."""
+    examples = (node.meta.get("example_value") for node in graph_module.graph.find_nodes(op="placeholder"))
+    numbers = (getattr(example, "item_memo", None) for example in examples if isinstance(example, FakeTensor))
+    return [symbolic_node(number)._expr.name for number in numbers if isinstance(number, torch.SymFloat)]
+
+
+def sizes_from_floats(graph_module: torch.fx.GraphModule) -> bool:
+    """Whether a tensor in a graph of Dynamo's has a size that is computed from a Python float."""
+    examples = (node.meta.get("example_value") for node in graph_module.graph.nodes)
+    shapes = (example.shape for example in tree_leaves(list(examples)) if isinstance(example, torch.Tensor))
+    sizes = (expression(size) for shape in shapes for size in shape if isinstance(size, torch.SymInt))
+    return any(symbol_is_type(symbol, SymT.FLOAT) for size in sizes for symbol in free_symbols(size))
+
+
+def floats_as_constants(graph_module: torch.fx.GraphModule) -> None:
+    """While Dynamo's backend runs: have the frame captured once more with its Python floats as constants, if it has any left.
+
+    Raises:
+        BaseException: that tells Dynamo so; it must get there.
+    """
+    names = [name for name in _float_symbols(graph_module) if not TensorifyState.should_specialize(name)]
+    for name in names:
+        TensorifyState.specialize(name)
+    if names:
+        raise TensorifyScalarRestartAnalysis
+    TensorifyState.clear()
+
+
+@contextlib.contextmanager
+def floats_stay() -> Iterator[None]:
+    """Python floats enter ops as they do in eager mode, in double precision, and are not made tensors of the result's type."""
+    before = os.environ.get(_TENSORIFY)
+    os.environ[_TENSORIFY] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(_TENSORIFY)
+        if before is not None:
+            os.environ[_TENSORIFY] = before
+
+
+_TENSORIFY = "TENSORIFY_PYTHON_SCALARS"

@@ -1,0 +1,120 @@
+"""Frames that Dynamo captures: when it is asked to, what became of them, and what of a function they are.
+
+* ``_dynamo.optimize``, ``compile_lock``: all that is set or replaced in torch is so only while Dynamo has a frame of ours to
+  capture, and its lock is held: neither a step that runs nor what another thread captures sees any of it.
+* ``ConvertFrameReturn``: a frame that is captured over and over is left alone, and only by this library (see `compile_frame`).
+* ``maybe_mark_dynamic``, ``get_compilation_metrics``: sizes that are to be symbols, and why a frame was captured anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.fx
+from torch._dynamo import types as dynamo_types
+from torch._dynamo import utils as dynamo_utils
+from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.utils import counters as dynamo_counters
+
+Around = Callable[[types.CodeType], contextlib.AbstractContextManager[Any]]
+
+
+def compile_frame(
+    function: Callable[..., Any],
+    backend: Callable[..., Any],
+    around: Around,
+    left: Container[types.CodeType] = (),
+    symbolic: bool = False,
+) -> Callable[..., Any]:
+    """``function`` captured by Dynamo: one graph a shape, or with symbols for the sizes that vary (see `varying`).
+
+    What ``around`` gives (asked with the frame's code) is open while a frame is captured, planned and lowered, and at no other
+    time (see `tracing`). Frames whose code is in ``left`` when they are met are not captured (any more), nor what they call.
+    """
+    context: Any = torch._dynamo.optimize(backend=backend, dynamic=None if symbolic else False)
+    context.callback = _Capture(context.callback, around, left)
+    compiled: Callable[..., Any] = context(function)
+    return compiled
+
+
+class _Capture:
+    """What Dynamo calls when it meets a frame for which it has no code."""
+
+    def __init__(self, capture: Any, around: Around, left: Container[types.CodeType]) -> None:
+        self._torchdynamo_orig_backend = (
+            capture  # as Dynamo's own such wrappers name it: by it captured code is told apart
+        )
+        self._around = around
+        self._left = left
+
+    def __call__(self, frame: Any, *args: Any) -> Any:
+        if frame.f_code in self._left:
+            own: Any = dynamo_types
+            skip = own.FrameExecStrategy(own.FrameAction.SKIP, own.FrameAction.SKIP)
+            return own.ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=False)
+        with compile_lock, self._around(frame.f_code):
+            return self._torchdynamo_orig_backend(frame, *args)
+
+
+@contextlib.contextmanager
+def varying(dims: Iterable[tuple[torch.Tensor, Iterable[int]]]) -> Iterator[None]:
+    """Ask Dynamo for symbols for these sizes of inputs."""
+    before = []
+    for tensor, its_dims in dims:
+        before.append((tensor, dict(vars(tensor))))
+        for dim in its_dims:
+            torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    try:
+        yield
+    finally:  # Dynamo also looks at whether there are marks at all
+        for tensor, attributes in before:
+            vars(tensor).clear()
+            vars(tensor).update(attributes)
+
+
+def is_whole_function(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether no other graph of the same call leads to or from a captured one, as far as can be told while it is captured."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    whole = reason is not None and not reason.graph_break
+    return whole and not any(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in inputs)
+
+
+def ends_function(module: torch.fx.GraphModule, code: types.CodeType | None, function: Callable[..., Any]) -> bool:
+    """Whether nothing of a function follows after a graph that Dynamo has found in a frame of this code.
+
+    What Dynamo goes on with after a break begins on the same line as the function. A frame of another function is one that
+    was called by something that Dynamo has left alone.
+    """
+    reason = getattr(module, "compile_subgraph_reason", None)
+    return reason is not None and not reason.graph_break and code is not None and is_code_of(code, function)
+
+
+def is_code_of(code: types.CodeType, function: Callable[..., Any]) -> bool:
+    """Whether a frame of this code is the function, or what Dynamo goes on with after a break in it."""
+    plain = type(function).forward if isinstance(function, torch.nn.Module) else function
+    own = getattr(getattr(plain, "__func__", plain), "__code__", None)
+    return own is not None and (code.co_filename, code.co_firstlineno) == (own.co_filename, own.co_firstlineno)
+
+
+def capture_failures() -> Counter[str]:
+    """Why Dynamo did not capture things, and how often, in this process so far; each reason begins with a line for people."""
+    errors = [f"{m.fail_type}: {m.fail_reason}" for m in dynamo_utils.get_compilation_metrics() if m.fail_type]
+    return Counter(dynamo_counters["graph_break"]) + Counter(errors)
+
+
+def recapture_reason(since: float) -> str:
+    """The condition that failed when a frame was captured anew since then (in seconds of ``time.time``), and the line of code
+    that it is for, in Dynamo's words; "" where they are not known.
+    """
+    recent = [
+        metrics for metrics in dynamo_utils.get_compilation_metrics() if (metrics.start_time_us or 0) >= since * 1e6
+    ]
+    reasons = [metrics.recompile_reason for metrics in recent if metrics.recompile_reason]
+    _number, _, condition = reasons[-1].splitlines()[0].partition(": ") if reasons else ("", "", "")
+    return " ".join(condition.split())

@@ -1,0 +1,110 @@
+"""Where Dynamo finds what a step is given (its sources), and its guards on that: what is asked of it again in every step.
+
+``_get_closure_vars`` are the names that its guards use, to find in the next call what one of its sources names (see
+``capture._early``).
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+from torch._dynamo.guards import GuardBuilder, _get_closure_vars, install_guard
+from torch._dynamo.source import GlobalSource, TensorProperty, TensorPropertySource
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._guards import Source
+
+from lightning_remat.capture._torch._symbols import symbolic_node
+
+
+def source_name(source: Source) -> str:
+    """Where something given to the step is found, in Dynamo's words; see `found_at`."""
+    name: Any = source.name  # a method in torch 2.11
+    return str(name() if callable(name) else name)
+
+
+def given(node: torch.fx.Node) -> tuple[Source, Callable[[torch.Tensor], Any]] | None:
+    """While Dynamo traces: the tensor given to the step that a node is, or is a size of, and how it comes from that."""
+    argument, example = node.meta.get("grapharg"), node.meta.get("example_value")
+    if isinstance(example, torch.SymInt):
+        size = symbolic_node(example)
+        sources = size.shape_env.var_to_sources.get(size.expr, ())
+        for source in sources:
+            if isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE:
+                return source.base, operator.methodcaller("size", source.idx)
+    elif argument is not None and argument.source is not None and isinstance(example, torch.Tensor):
+        return argument.source, _itself
+    return None
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def given_now(graph: torch.fx.Graph, source: Source) -> torch.Tensor | None:
+    """While Dynamo traces: the real tensor there; ``None`` where its graph does not have it."""
+    for node in graph.find_nodes(op="placeholder"):
+        argument = node.meta.get("grapharg")
+        if argument is not None and argument.source == source and isinstance(argument.example, torch.Tensor):
+            return argument.example
+    return None
+
+
+def guard_on(source: Source, question: Callable[[Any], bool], answer: bool, words: str) -> None:
+    """While Dynamo traces: what is captured holds as long as the value given there has this answer."""
+
+    def VALUE_MATCH(builder: Any, guard: Any) -> None:  # noqa: N802 - Dynamo's guards are named so
+        def check(value: Any) -> bool:
+            with torch.no_grad():
+                return question(value) == answer
+
+        builder.get_guard_manager(guard).add_lambda_guard(check, [words], guard.user_stack)
+
+    install_guard(source.make_guard(VALUE_MATCH))
+
+
+class _Asking:
+    """Which of some parameters ask for gradients; those that are gone do not."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+
+    def now(self) -> list[bool]:
+        """One a parameter."""
+        found = [parameter() for parameter in self._parameters]
+        return [one is not None and one.requires_grad for one in found]
+
+
+def guard_on_gradients(inputs: Sequence[Any]) -> None:
+    """While Dynamo's backend runs: what is captured holds as long as the same parameters ask for gradients.
+
+    torch 2.11 does not look, and goes on with the graph in which a parameter was frozen: it would never be trained. (2.12 was
+    not tried.)
+    """
+    parameters = [value for value in inputs if isinstance(value, torch.nn.Parameter)]
+    if parameters and torch.__version__.startswith(("2.11.", "2.12.")):
+        asking = _Asking(parameters)
+        output = InstructionTranslator.current_tx().output
+        source = GlobalSource(output.install_global_by_id("lightning_remat", asking))
+        guard_on(source, _Asking.now, asking.now(), "which parameters ask for gradients")  # type: ignore[arg-type]
+
+
+def found_at(place: str, arguments: Mapping[str, Any]) -> Any:
+    """What is found there among a function's arguments.
+
+    Raises:
+        NameError: for what is no argument's.
+    """
+    return eval(
+        place, dict(_get_closure_vars()), {"L": arguments}
+    )  # an expression that Dynamo has written, as its guards are
+
+
+def absent(source: Source, name: str) -> None:
+    """While Dynamo traces: what is captured holds as long as the object given there has no such attribute of its own."""
+    install_guard(source.make_guard(functools.partial(GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=name)))

@@ -1,0 +1,107 @@
+"""Modules as they run: each a function of one list, which it clears, or node by node where someone observes it.
+
+``_BoxedCodeGen`` writes such a function's code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx
+from torch.fx.graph import _BoxedCodeGen
+
+from lightning_remat.capture._tangents import Layout
+
+_OPERATOR = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
+
+
+def boxed(module: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
+    """The module as a function of one list, which it clears, so that nothing outside keeps its arguments alive."""
+    codegen: Any = _BoxedCodeGen  # without types before torch 2.12
+    module.graph.set_codegen(codegen())
+    code = module.graph.python_code("self")
+    names = dict(code.globals)
+
+    def directly(match: re.Match[str]) -> str:
+        namespace, packet, overload = match.groups()
+        name = f"call_{namespace}_{packet}_{overload}"
+        names[name] = getattr(getattr(getattr(torch.ops, namespace), packet), overload)._op
+        return name
+
+    # An operator's own call, looked up once: a third or more of what a call costs before its kernel.
+    exec(_OPERATOR.sub(directly, code.src), names)
+    forward = names["forward"]
+
+    def run(args: list[Any]) -> Any:
+        return forward(module, args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class Modules:
+    """A captured graph as AOTAutograd runs it.
+
+    Attributes:
+        forward: returns ``returned`` outputs, then the saved tensors, then ``sizes`` saved sizes.
+        backward: takes the saved sizes, the saved tensors and the tangents.
+        returned, sizes: their numbers.
+        summands: how many of the backward's last outputs are no gradients of their own (see ``capture._sums``).
+    """
+
+    forward: torch.fx.GraphModule
+    backward: torch.fx.GraphModule
+    returned: int
+    sizes: int
+    summands: int = 0
+
+
+ObserveNode = Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]
+"""Given a node of a lowered module, its arguments and what runs it: runs it, and returns its result."""
+
+Arrival = frozenset[tuple[int, Layout]]
+"""How tangents lie that do not lie as a version's backward was made for: by the position of the output, its layout."""
+
+
+class Runner:
+    """One module of a version.
+
+    Attributes:
+        without: of a backward, the same without some tangents (see `Exchange.unread`).
+        laid_out: likewise, for tangents that lie otherwise (see `Exchange.arrive`).
+        opened: likewise, with its sums taken apart (see `Exchange.opens`).
+    """
+
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        self.without: dict[frozenset[str], Runner] = {}
+        self.laid_out: dict[Arrival, Runner] = {}
+        self.opened: Runner | None = None
+        self.module, self._run = module, boxed(module)
+
+    def __call__(self, args: list[Any], observe: ObserveNode | None) -> Any:
+        if observe is None:
+            return self._run(args)
+        given = tuple(args)
+        args.clear()
+        return _Observed(self.module, observe).run(*given)
+
+
+class _Observed(torch.fx.Interpreter):
+    """Runs a module node by node."""
+
+    def __init__(self, module: torch.fx.GraphModule, observe: ObserveNode) -> None:
+        super().__init__(module)
+        self._observe = observe
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        run = functools.partial(self.call_function, n.target, args, kwargs)
+        return self._observe(n, args, kwargs, run)

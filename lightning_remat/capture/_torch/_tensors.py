@@ -1,0 +1,52 @@
+"""The tensors in nested containers and objects, and copies of tensors."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+
+def tensor_leaves(tree: Any) -> list[torch.Tensor]:
+    """All tensors in nested containers, and in the attributes of objects such as a batch class of the user's own.
+
+    Modules, and what is reached a second time, are left out.
+    """
+    found: list[torch.Tensor] = []
+    seen: set[int] = set()
+
+    def collect(tree: Any, depth: int) -> None:
+        for leaf in tree_leaves(tree):
+            if isinstance(leaf, torch.Tensor):
+                found.append(leaf)
+            elif depth < _DEEPEST and id(leaf) not in seen and not isinstance(leaf, _NO_BATCH):
+                seen.add(id(leaf))
+                collect(_attributes(leaf), depth + 1)
+
+    collect(tree, 0)
+    return found
+
+
+def _attributes(value: Any) -> list[Any]:
+    slots = [getattr(kind, "__slots__", ()) for kind in type(value).__mro__]
+    names = {name for own in slots for name in ((own,) if isinstance(own, str) else own)} - {"__dict__", "__weakref__"}
+    return [*(getattr(value, name, None) for name in sorted(names)), *getattr(value, "__dict__", {}).values()]
+
+
+_NO_BATCH = (type, types.ModuleType, types.FunctionType, torch.nn.Module)
+
+_DEEPEST = 4
+"""Objects inside of objects in which tensors are looked for: a graph batch keeps them in a mapping of a store of its own."""
+
+
+def copied(value: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, those of an expanded tensor too."""
+    with torch.no_grad():
+        once = value
+        for dim, stride in enumerate(value.stride()):
+            if stride == 0:
+                once = once.narrow(dim, 0, min(1, once.size(dim)))
+        copy = torch.empty_strided(once.shape, once.stride(), dtype=value.dtype, device=value.device)
+        return copy.copy_(once).expand(value.shape)

@@ -1,0 +1,91 @@
+"""How Dynamo is set while it captures, and the garbage collector with it.
+
+* ``_dynamo.config``: the recompile limit, logging calls and DDP's graph splitting, among others (see `tracing`).
+* ``fx.experimental._config``: sizes that happen to be equal are told apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch.fx.experimental import _config as symbolic_config
+
+from lightning_remat.capture._torch._fake import grouped_products
+from lightning_remat.capture._torch._floats import VaryingFloats
+from lightning_remat.capture._torch._handlers import as_in_eager_mode
+from lightning_remat.capture._torch._loggers import logging_calls, quiet_dynamo
+
+_COLLECTED_OUTSIDE: list[bool] = []
+
+
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Without Python's garbage collector: tracing makes so many objects that looking for cycles is a quarter of its time."""
+    _COLLECTED_OUTSIDE.append(gc.isenabled())
+    gc.disable()
+    try:
+        yield
+    finally:
+        if _COLLECTED_OUTSIDE.pop():
+            gc.enable()
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[None]:
+    """Inside of `uncollected`: with the garbage collector again, where it was on outside."""
+    enabled = bool(_COLLECTED_OUTSIDE) and _COLLECTED_OUTSIDE[0] and not gc.isenabled()
+    if enabled:
+        gc.enable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.disable()
+
+
+_UNLIMITED = 1 << 30
+
+
+def tracing(dynamic_sources: str = "", floats: VaryingFloats | None = None) -> contextlib.AbstractContextManager[Any]:
+    """Dynamo's settings while it captures.
+
+    Recompilation is never silently given up (who calls this counts shapes itself), an error inside Dynamo makes the frame
+    run as before, a logging call does not break the graph, DDP does not split it, and NumPy stays NumPy (torch's own
+    version of it rounds otherwise), ``torch.autograd.grad`` is part of the graph (a gradient penalty is one graph then, not
+    two of which the first cannot be differentiated twice), and Dynamo's warnings stay off the terminal: what they warn of
+    is no fault of the user's, and what is not captured is told by who calls this.
+    """
+    stack = contextlib.ExitStack()
+    config = torch._dynamo.config
+    settings: dict[str, Any] = {
+        "recompile_limit": _UNLIMITED,
+        "accumulated_recompile_limit": _UNLIMITED,
+        "suppress_errors": True,
+        "optimize_ddp": False,
+        "trace_numpy": False,
+        "enable_dynamo_decompositions": False,  # `add_` with `alpha` in two roundings, for one
+        "trace_autograd_ops": True,
+        "allow_rnn": True,  # see `_handlers`
+    }
+    for name in ("ignore_logging_functions", "ignore_logger_methods"):
+        if hasattr(config, name):
+            settings[name] = set(getattr(config, name)) | logging_calls()
+            break
+    stack.enter_context(uncollected())
+    stack.enter_context(config.patch(settings))
+    # Two sizes that were equal when the step was captured are two symbols: they need not be the next time.
+    stack.enter_context(symbolic_config.patch(use_duck_shape=False))  # type: ignore[attr-defined]
+    stack.enter_context(quiet_dynamo())
+    stack.enter_context(as_in_eager_mode())
+    stack.enter_context(grouped_products())
+    if floats is not None:
+        stack.enter_context(floats.symbolic())
+    if dynamic_sources:
+        patch = torch.compiler.config.patch  # type: ignore[attr-defined]
+        stack.enter_context(patch(dynamic_sources=dynamic_sources))
+    return stack

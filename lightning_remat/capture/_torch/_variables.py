@@ -1,0 +1,95 @@
+"""Dynamo's variables, which stand for what a step handles while it is traced: their classes, and new ones.
+
+* Those for Python's built-ins and NumPy's functions, and the handlers of comparisons: what is made of constants is one (see
+  ``capture._numpy`` and ``capture._constants``).
+* Those for loggers and for functions that Dynamo ignores: what a step says is said (see ``capture._messages``).
+* ``TensorVariable``, by which it calls a tensor's methods, and ``TorchInGraphFunctionVariable``: the values of a mask (see
+  ``capture._masks``).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._dynamo.bytecode_transformation import create_call_function
+from torch._dynamo.source import AttrSource, GlobalSource, TensorPropertySource
+from torch._dynamo.symbolic_convert import compare_op_handlers as compare_handlers
+from torch._dynamo.variables import misc
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
+from torch._dynamo.variables.lists import BaseListVariable, TupleVariable
+from torch._dynamo.variables.misc import (
+    GetAttrVariable,
+    LoggingLoggerVariable,
+    NumpyVariable,
+    StringFormatVariable,
+)
+from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+
+from lightning_remat.capture._torch._symbols import symbolic_node
+
+__all__ = [
+    "BaseListVariable",
+    "BuiltinVariable",
+    "GetAttrVariable",
+    "IgnoredFunctionVariable",
+    "LoggingLoggerVariable",
+    "NumpyVariable",
+    "SkipFunctionVariable",
+    "StringFormatVariable",
+    "SymNodeVariable",
+    "TensorVariable",
+    "TorchInGraphFunctionVariable",
+    "TupleVariable",
+    "UnspecializedNNModuleVariable",
+    "UserFunctionVariable",
+    "VariableBuilder",
+    "VariableTracker",
+    "build_attribute",
+    "compare_handlers",
+    "is_size",
+    "reconstruct_as",
+    "reconstruct_copy",
+]
+
+IgnoredFunctionVariable: Any = getattr(misc, "IgnoredFunctionVariable", LoggingLoggerVariable)
+"""Dynamo's variable for functions that it is to ignore; where a release has none, that for loggers."""
+
+
+def build_attribute(translator: Any, owner: Any, name: str) -> Any:
+    """While Dynamo traces: an attribute of an object of ours, as an input of the step."""
+    source = AttrSource(GlobalSource(translator.output.install_global_by_id("lightning_remat", owner)), name)
+    return VariableTracker.build(translator, getattr(owner, name), source)
+
+
+def is_size(variable: Any) -> bool:
+    """While Dynamo traces: whether a variable is a symbolic size of what the step is given, or computed from such alone."""
+    number = getattr(variable, "sym_num", None)
+    if not isinstance(number, torch.SymInt):
+        return False
+    node = symbolic_node(number)
+    sources = node.shape_env.var_to_sources
+    return all(
+        any(isinstance(source, TensorPropertySource) for source in sources.get(symbol, ()))
+        for symbol in node.expr.free_symbols
+    )
+
+
+def reconstruct_copy(codegen: Any, value: Any) -> None:
+    """In the code that Dynamo writes around a graph: a copy of a value that it has found while tracing."""
+    name = codegen.tx.output.install_global_by_id("constant", value)
+    codegen.add_push_null(lambda: codegen.load_import_from("copy", "copy"))
+    codegen.append_output(codegen.create_load_global(name, add=True))
+    codegen.extend_output(create_call_function(1, False))
+
+
+def reconstruct_as(codegen: Any, kind: type, variable: VariableTracker) -> None:
+    """In the code that Dynamo writes around a graph: what a variable stands for, as one of this type of a module's."""
+    codegen.add_push_null(lambda: codegen.load_import_from(kind.__module__, kind.__name__))
+    codegen(variable)
+    codegen.extend_output(create_call_function(1, False))
