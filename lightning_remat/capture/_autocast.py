@@ -34,19 +34,31 @@ class Autocast:
         cached: dtypes that parameters are cast to, once in a region.
         regions: how many there are, each with a cache of its own.
         outer: the region is one around what was captured.
+        mixed: some of the regions have no cache (``cache_enabled=False``), and others have.
+        computed: positions of the arguments that are no leaves of autograd's graph, or views: they are cast for each use.
     """
 
     cached: frozenset[torch.dtype] = frozenset()
     regions: int = 0
     outer: bool = False
+    mixed: bool = False
+    computed: frozenset[int | None] = frozenset()
 
     @classmethod
-    def around(cls, module: torch.fx.GraphModule) -> Autocast:
-        """What is on now, around a captured forward, or is entered in it."""
+    def around(cls, module: torch.fx.GraphModule, inputs: Sequence[Any] = ()) -> Autocast:
+        """What is on now, around a captured forward that is given these, or is entered in it."""
+        computed = frozenset(
+            i for i, one in enumerate(inputs) if isinstance(one, torch.Tensor) and (not one.is_leaf or one._is_view())
+        )
         on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+        caches = {torch.is_autocast_cache_enabled()} if on else set()
+        for node in module.graph.nodes:
+            if node.target is enter_autocast and node.args[2]:
+                caches.add(node.args[3] is not False)
+        mixed = len(caches) > 1
         if on:  # regions inside have no cache of their own
-            dtypes = {torch.get_autocast_dtype(kind) for kind in on} if torch.is_autocast_cache_enabled() else set()
-            return cls(frozenset(dtypes), regions=1, outer=True)
+            dtypes = {torch.get_autocast_dtype(kind) for kind in on} if True in caches else set()
+            return cls(frozenset(dtypes), regions=1, outer=True, mixed=mixed, computed=computed)
         depth, dtypes, regions = 0, set(), 0
         for node in module.graph.nodes:
             if node.target is enter_autocast:
@@ -57,7 +69,7 @@ class Autocast:
                     dtypes.add(dtype or torch.get_autocast_dtype(kind))
             elif node.target is exit_autocast:
                 depth -= 1
-        return cls(frozenset(dtypes), regions)
+        return cls(frozenset(dtypes), regions, mixed=mixed, computed=computed)
 
 
 NO_AUTOCAST = Autocast()
@@ -84,9 +96,11 @@ def share_casts(graph: torch.fx.Graph, forward_outputs: int, autocast: Autocast)
         casts = [u for u in primal.users if u.target is aten._to_copy.default and u.kwargs.get("dtype") in cached]
         if gradient is None or len(casts) < 2 or primal.meta["val"].dtype != torch.float32:
             continue
+        if argument_of(primal.meta.get("desc")) in autocast.computed:
+            continue
         leaves = _added(gradient)
         low = [leaf for leaf in leaves if _raised(leaf) in cached]
-        if regions > 1 or len(low) != len(casts):
+        if regions > 1 or autocast.mixed or len(low) != len(casts):
             raise CaptureError(
                 f"{primal.name} is used {len(casts)} times under autocast, in {regions} regions, and how eager adds up its "
                 "gradients is not known; torch.autocast(..., cache_enabled=False) has no such question"
@@ -96,6 +110,18 @@ def share_casts(graph: torch.fx.Graph, forward_outputs: int, autocast: Autocast)
             cast.replace_all_uses_with(first)
             graph.erase_node(cast)
         _add_in_low_precision(graph, gradient, leaves, low)
+
+
+def cast_often(graph: torch.fx.Graph, autocast: Autocast) -> frozenset[int]:
+    """The arguments of a joint graph that are cast several times: each time, or once for all, as eager mode has it."""
+    found = set()
+    for primal in graph.find_nodes(op="placeholder"):
+        casts = [
+            u for u in primal.users if u.target is aten._to_copy.default and u.kwargs.get("dtype") in autocast.cached
+        ]
+        if len(casts) > 1 and primal.meta["val"].dtype == torch.float32:
+            found.add(argument_of(primal.meta.get("desc")))
+    return frozenset(argument for argument in found if argument is not None)
 
 
 def cast_arguments(graph: torch.fx.Graph, autocast: Autocast) -> frozenset[int]:
@@ -137,7 +163,7 @@ def shares_casts(casts: Casts, node: Any) -> bool:
             if isinstance(other, Casts):
                 if other.region is casts.region and edge in other.edges:
                     return True
-            elif source.name() == _CAST:  # of what region is not known
+            elif source is not None and source.name() == _CAST:  # of what region is not known
                 return True
     return False
 
@@ -171,6 +197,9 @@ def _add_in_low_precision(graph: torch.fx.Graph, gradient: Node, leaves: list[No
         with graph.inserting_after(after):
             node = graph.call_function(aten.add.Tensor, (a, b))
         node.meta = dict(b.meta)
+        one, other = a.meta["val"], b.meta["val"]
+        with one.fake_mode:
+            node.meta["val"] = torch.add(one, other)  # neither need lie in one piece
         return node
 
     total: Node = low[0].args[0]  # type: ignore[assignment]
@@ -184,5 +213,13 @@ def _add_in_low_precision(graph: torch.fx.Graph, gradient: Node, leaves: list[No
     whole = terms[0]
     for term in terms[1:]:
         whole = added(whole, term, max(whole, term, key=position.__getitem__))
+        whole.meta["is_gradient_acc"] = True
         position = {node: i for i, node in enumerate(graph.nodes)}
-    gradient.replace_all_uses_with(whole)  # what nothing reads any more is left behind, and not scheduled
+    gradient.replace_all_uses_with(whole)
+    while gradient.target is aten.add.Tensor and not gradient.users and gradient is not whole:
+        before: Node = gradient.args[0]  # type: ignore[assignment]
+        graph.erase_node(gradient)
+        gradient = before
+    for leaf in low[:-1]:
+        if not leaf.users:
+            graph.erase_node(leaf)

@@ -274,6 +274,10 @@ class HandedOut:
         """Those of the arguments whose sums cannot be taken apart."""
         return [argument for argument in arguments if len(self._sums[argument]) == 1]
 
+    def begin(self) -> None:
+        """A backward comes: what an earlier one has handed out, and nothing has taken, is not added to its gradients."""
+        self._summands = {}
+
     def taken(self, summands: Sequence[torch.Tensor | None]) -> None:
         """What a backward returns beyond its gradients."""
         positions = sorted(position for several in self._sums.values() for position in several[1:])

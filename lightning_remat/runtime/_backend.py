@@ -14,7 +14,7 @@ import torch.fx
 from lightning_remat._blocks import block_bytes
 from lightning_remat.capture import PARTS, Autocast, CapturedGraph, from_joint, name_assertions, same_device, stays
 from lightning_remat.capture import _torch as internals
-from lightning_remat.capture._autocast import cast_arguments
+from lightning_remat.capture._autocast import cast_arguments, cast_often, share_casts
 from lightning_remat.capture._checkpoints import checkpoints, refuse_other_second_evaluations
 from lightning_remat.capture._inference import refuse_inference_mode
 from lightning_remat.capture._ports import hands_on_views_alone, with_ports
@@ -139,6 +139,7 @@ class _Reading:
         """AOTAutograd's joint graph, read, and the gradients that autograd adds up."""
         refuse_other_second_evaluations(joint.graph, self.draws_anew)
         refuse_written_views(joint.graph, num_fwd_outputs, self.given_views)
+        share_casts(joint.graph, num_fwd_outputs, self.autocast)  # they are among what is added up
         sums: Sums = {}
         if self.accumulator is None and not self.last:
             sums = split_sums(joint.graph, num_fwd_outputs)
@@ -197,7 +198,7 @@ class _Handed:
             draws_anew=any(node.kwargs.get("preserve_rng_state", True) is False for node in in_checkpoints),
             given_views=differentiable_views(inputs),
             parameters=[isinstance(value, torch.nn.Parameter) for value in inputs],
-            autocast=Autocast.around(module),
+            autocast=Autocast.around(module, inputs),
             accumulator=Accumulator(inputs) if backend.accumulates() and self._whole else None,
             last=internals.ends_function(module, code, backend.function),
             shared=backend.shared,
@@ -207,6 +208,7 @@ class _Handed:
         self._weights: dict[int, int] = {}
         self._sums: Sums = {}
         self._casts: frozenset[int] = frozenset()
+        self._computed: dict[int, bool] = {}
         self._planned: _Planned | None = None
 
     def captured(self) -> Callable[..., Any]:
@@ -220,12 +222,14 @@ class _Handed:
             exchange.opened = functools.partial(opened, sums=self._sums)
             exchange.summed = {first: others for first, *others in self._sums.values()}
         graph = self._graph(self._planned, exchange)
-        return Runner(graph, compiled, self._step, self._sums, self._casts, self._views).run
+        return Runner(graph, compiled, self._step, self._sums, self._casts, self._computed, self._views).run
 
     def _partition(self, joint: torch.fx.GraphModule, joint_inputs: Any, **described: Any) -> internals.Modules:
         """AOTAutograd's joint graph becomes the modules that run it as planned."""
+        autocast = self._reading.autocast
         if self._shared or not self._whole:
-            self._casts = cast_arguments(joint.graph, self._reading.autocast)
+            self._casts = cast_arguments(joint.graph, autocast)
+        self._computed = {i: i in autocast.computed for i in cast_often(joint.graph, autocast)}
         captured, self._sums = self._reading.read(joint, joint_inputs, **described)
         # Dynamo's module holds the parameters of an optimizer that a step asks.
         for value in (*self._inputs, *self._module.parameters()):

@@ -37,6 +37,7 @@ class Step:
         call: the present one.
         reasons: told why later calls run as before.
         several_backwards: a call may be followed by several backwards, or hold them (manual optimization).
+        shared: what a call reads and returns is anybody's: there may be a backward for each of its outputs.
     """
 
     plans: Plans
@@ -45,6 +46,7 @@ class Step:
     call: Call
     reasons: Reasons
     several_backwards: bool
+    shared: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +71,8 @@ class Runner:
         step: that it is a part of.
         sums: the gradients that autograd adds up.
         casts: positions of arguments that eager mode casts once under one autocast, whoever uses them.
+        computed: positions of arguments that are cast several times, each with whether it was taken for one that was computed,
+            or is a view: eager mode casts such a one for each use, and a leaf of autograd's graph once.
         views: the outputs that are views of others, which Dynamo does not expect.
     """
 
@@ -79,15 +83,24 @@ class Runner:
         step: Step,
         sums: Sums,
         casts: frozenset[int],
+        computed: Mapping[int, bool],
         views: Any,
     ) -> None:
         self._graph, self._compiled, self._step = graph, compiled, step
-        self._sums, self._casts, self._views = sums, casts, views
+        self._sums, self._casts, self._computed, self._views = sums, casts, computed, views
 
     def run(self, *args: Any) -> Any:
         """What Dynamo's graph gives for these arguments."""
         graph, call, plans = self._graph, self._step.call, self._step.plans
         if graph.left and graph.plainly is not None:
+            return graph.plainly(*args)
+        if graph.plainly is not None and any(
+            (not args[i].is_leaf or args[i]._is_view()) is not computed for i, computed in self._computed.items()
+        ):
+            self._step.reasons.give_up(
+                "under torch.autocast it is given parameters in one call and what was computed in another: eager mode casts "
+                "the former once, and the latter for each use"
+            )
             return graph.plainly(*args)
         graph.called(call.number, args)
         number, plan = self._plan(args)
@@ -154,6 +167,12 @@ class Runner:
                 "fails, and later calls run as before; compute such a penalty inside of what is captured, where it is "
                 "planned too"
             )
+        if torch.is_autocast_enabled(graph.captured.device.type):
+            reasons.give_up(
+                "its backward is called under torch.autocast, where eager mode computes some of it in low precision: gradients "
+                "of this step may have other last bits, and later calls run as before; call backward() after the region"
+            )
+        run.handed_out.begin()
         dropped = graph.leave_out(unused)
         graph.exchange.taken = run.handed_out.taken
         self._notice_what_is_shared(run.handed_out, node)
@@ -170,7 +189,7 @@ class Runner:
                 "two backwards come through one captured graph, each from a part of its outputs (such as one generated batch "
                 "that is judged twice): compute what both need twice, or add the losses, to have the step scheduled"
             )
-        elif unused and run.first and self._step.several_backwards:
+        elif unused and run.first and (self._step.several_backwards or (self._step.shared and dropped)):
             internals.keep_saved(node)
         run.compare()
 

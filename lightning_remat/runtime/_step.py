@@ -114,9 +114,10 @@ class ScheduledStep:
         self._paths = Paths(self._plans, self._call, self._reasons, asked)
         self._measuring = Measuring(self._plans, self._paths, self._call, name, several_backwards)
         self._improving = Improving(self._plans, name)
-        step = Step(self._plans, self._paths, self._measuring, self._call, self._reasons, several_backwards)
+        step = Step(self._plans, self._paths, self._measuring, self._call, self._reasons, several_backwards, shared)
         self._backend = Backend(function, step, accumulates, shared)
         self._captures = Captures(function, self._backend, self._call, self._reasons, dynamic_sources)
+        self._checkpointed = False  # calls are evaluated again in a backward, by a checkpoint around them
         self.plans, self.runs, self.failures = self._plans.all, self._plans.runs, self._reasons.failures
 
     @property
@@ -157,17 +158,23 @@ class ScheduledStep:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = internals.tensor_leaves((args, kwargs))
         leaves = [*given, *self._captures.early.tensors]
-        self._plans.let_go_of_copies()
-        self._plan_arrivals()
+        again = internals.in_backward()  # a checkpoint around the call: what runs again is what has run
+        self._checkpointed = self._checkpointed or again
+        if not again:
+            self._plans.let_go_of_copies()
+            self._plan_arrivals()
         self._call.begin(leaves)
-        self._measuring.plan()
+        if not again:
+            self._measuring.plan()
         if self._call.shapes in self._plans.plain:
             return self.function(*args, **kwargs)
         started, planning_seconds, graphs = time.monotonic(), self._plans.seconds, len(self._plans.graphs)
-        self._improving.take()
+        if not self._checkpointed:  # plans do not change between a call and its second evaluation
+            self._improving.take()
         compiled, symbolic, varying = self._captures.chosen(leaves)
         known_failures = internals.capture_failures() if not self.plans or symbolic else None
-        self._measuring.begin(leaves)
+        if not self._checkpointed:
+            self._measuring.begin(leaves)
         try:
             with internals.varying(varying):
                 result = compiled(*args, **kwargs)
@@ -181,7 +188,8 @@ class ScheduledStep:
         self._tell_failures(result, symbolic, known_failures)
         if self._call.captured:
             self._look_at_what_was_captured(graphs)
-        self._plan_as_one(result, symbolic)
+        if not again:
+            self._plan_as_one(result, symbolic)
         if self._call.captured:
             self._plans.seconds = planning_seconds + time.monotonic() - started
         self._measuring.returned(self._call.shapes, result)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_remat.capture._tangents import Given
@@ -109,7 +109,7 @@ def lead_only_to(nodes: Collection[Any], leaves: Iterable[torch.Tensor]) -> bool
 
 
 Sources = Mapping[tuple[Any, int], Collection[Any]]
-"""By the inputs of autograd's nodes, the nodes that hand gradients to them."""
+"""By the inputs of autograd's nodes, the nodes that hand gradients to them; ``None`` for what the backward was given."""
 
 
 def sources_of_gradients() -> list[Sources] | None:
@@ -137,11 +137,12 @@ all that they were computed by.)
 
 
 def _sources(root: Any) -> Sources:
-    first = root.grad_fn if isinstance(root, torch.Tensor) else root.node
+    own = get_gradient_edge(root) if isinstance(root, torch.Tensor) else root
+    first = own.node
     known, sources = _SOURCES.get(root, (None, {})) if isinstance(root, torch.Tensor) else (None, {})
-    if first is None or known is first:
+    if known is first:
         return sources
-    found: dict[tuple[Any, int], list[Any]] = {}
+    found: dict[tuple[Any, int], list[Any]] = {(first, own.output_nr): [None]}
     left, seen = [first], {first}
     while left:
         node = left.pop()

@@ -142,6 +142,7 @@ class Exchange:
         """What AOTAutograd will ask at run time of the first version is to hold for all versions."""
         self._inputs_saved = getattr(metadata, "saved_tensor_is_graph_input", [])
         self._note_inputs()
+        metadata.bw_donated_idxs = []  # whether a backward may write over what was saved is asked when it runs, and not then
         if all(isinstance(note, PlainTensorMeta) for note in metadata.subclass_tangent_meta):
             self._tangents = list(metadata.subclass_tangent_meta)
             self._expected = [note.memory_format for note in self._tangents]

@@ -65,13 +65,13 @@ def in_order(num_fwd_outputs: int, autocast: Autocast, hand_over: HandOver) -> t
         call_cudnn,
         keep_lstm_kernels,
         write_parts_alone,
-        leave_gaps,  # puts other functions, with more arguments, in the place of ops that those before look for
         free_running_statistics,
         give_batch_norm_memory,  # puts another function in the place of the op that `free_running_statistics` looks for
         compact_losses,
         # After whatever makes ops read less (stand-ins, parts that are written, statistics), and after cuDNN's batch norm has
         # the name by which it is excepted: it copies what is overwritten for all the ops that still read it.
         functools.partial(clone_overwritten_inputs, num_fwd_outputs=num_fwd_outputs),
+        leave_gaps,  # puts other functions, with more arguments, in the place of ops that those before look for, and copies
         # Last: where a gradient is handed over, the graph no longer returns it, and those before look at what it returns.
         functools.partial(hand_over_gradients, num_fwd_outputs=num_fwd_outputs, hand_over=hand_over),
     )

@@ -25,6 +25,8 @@ def leave_gaps(graph: torch.fx.Graph) -> None:
         if _ops.is_view(node.target) or TensorSpec.of(value, internals.hint).whole:
             continue
         form = _overwriting.overwriting(node.target, -1, value.device.type)
+        if node.target is torch.ops.aten.clone.default:
+            form = torch.ops.aten.clone.out, "out"
         if form is None:
             continue
         with graph.inserting_before(node):
