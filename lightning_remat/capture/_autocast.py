@@ -21,6 +21,7 @@ import torch.fx
 from lightning_remat.capture._sums import several_of
 from lightning_remat.capture._torch import argument_of, enter_autocast, exit_autocast, sources_of_gradients
 from lightning_remat.errors import CaptureError
+from lightning_remat.graph import ComputationGraph, Phase
 
 Node = torch.fx.Node
 aten = torch.ops.aten
@@ -170,6 +171,22 @@ def shares_casts(casts: Casts, node: Any) -> bool:
 
 _CAST = "ToCopyBackward0"
 """Of autograd's nodes, those of casts."""
+
+
+def casts_in_backward(graph: ComputationGraph) -> bool:
+    """Whether eager mode computes some of the backward in low precision, if that is called under autocast."""
+    return any(
+        op.phase is Phase.BACKWARD
+        and op.target in _IN_LOW_PRECISION
+        and any(graph.tensors[t].dtype == "float32" for t in op.inputs)
+        for op in graph.ops
+    )
+
+
+_IN_LOW_PRECISION = {
+    f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot")
+}
+"""Products: autocast casts what they are given. (What it computes in float32 is rounded to the gradient's dtype at last.)"""
 
 
 def _added(gradient: Node) -> list[Node]:

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_remat.capture import _torch as internals
-from lightning_remat.capture._autocast import Casts, shares_casts
+from lightning_remat.capture._autocast import Casts, casts_in_backward, shares_casts
 from lightning_remat.capture._ports import Ports
 from lightning_remat.capture._sums import HandedOut, Sums, adds_elsewhere
 from lightning_remat.capture._tangents import Given
@@ -167,7 +167,7 @@ class Runner:
                 "fails, and later calls run as before; compute such a penalty inside of what is captured, where it is "
                 "planned too"
             )
-        if torch.is_autocast_enabled(graph.captured.device.type):
+        if torch.is_autocast_enabled(graph.captured.device.type) and casts_in_backward(graph.captured.graph):
             reasons.give_up(
                 "its backward is called under torch.autocast, where eager mode computes some of it in low precision: gradients "
                 "of this step may have other last bits, and later calls run as before; call backward() after the region"
