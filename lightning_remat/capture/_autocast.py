@@ -49,7 +49,7 @@ class Autocast:
     def around(cls, module: torch.fx.GraphModule, inputs: Sequence[Any] = ()) -> Autocast:
         """What is on now, around a captured forward that is given these, or is entered in it."""
         computed = frozenset(
-            i for i, one in enumerate(inputs) if isinstance(one, torch.Tensor) and (not one.is_leaf or one._is_view())
+            i for i, one in enumerate(inputs) if isinstance(one, torch.Tensor) and is_cast_for_each_use(one)
         )
         on = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
         caches = {torch.is_autocast_cache_enabled()} if on else set()
@@ -74,6 +74,11 @@ class Autocast:
 
 
 NO_AUTOCAST = Autocast()
+
+
+def is_cast_for_each_use(tensor: torch.Tensor) -> bool:
+    """Whether autocast keeps no copy of a tensor: it is none of the leaves of autograd's graph, or a view."""
+    return not tensor.is_leaf or tensor._is_view()
 
 
 def share_casts(graph: torch.fx.Graph, forward_outputs: int, autocast: Autocast) -> None:

@@ -139,7 +139,7 @@ class _Reading:
         """AOTAutograd's joint graph, read, and the gradients that autograd adds up."""
         refuse_other_second_evaluations(joint.graph, self.draws_anew)
         refuse_written_views(joint.graph, num_fwd_outputs, self.given_views)
-        share_casts(joint.graph, num_fwd_outputs, self.autocast)  # they are among what is added up
+        share_casts(joint.graph, num_fwd_outputs, self.autocast)  # before sums are looked for: theirs are among them
         sums: Sums = {}
         if self.accumulator is None and not self.last:
             sums = split_sums(joint.graph, num_fwd_outputs)
@@ -151,7 +151,6 @@ class _Reading:
             static_inputs=static_lifetime_input_indices or (),
             parameters=self.parameters,
             name=self.name,
-            autocast=self.autocast,
             hand_over=self.accumulator.hand_over if self.accumulator is not None else None,
         )
         return captured, sums

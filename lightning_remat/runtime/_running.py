@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_remat.capture import _torch as internals
-from lightning_remat.capture._autocast import Casts, casts_in_backward, shares_casts
+from lightning_remat.capture._autocast import Casts, casts_in_backward, is_cast_for_each_use, shares_casts
 from lightning_remat.capture._ports import Ports
 from lightning_remat.capture._sums import HandedOut, Sums, adds_elsewhere
 from lightning_remat.capture._tangents import Given
@@ -95,7 +95,7 @@ class Runner:
         if graph.left and graph.plainly is not None:
             return graph.plainly(*args)
         if graph.plainly is not None and any(
-            (not args[i].is_leaf or args[i]._is_view()) is not computed for i, computed in self._computed.items()
+            is_cast_for_each_use(args[i]) is not computed for i, computed in self._computed.items()
         ):
             self._step.reasons.give_up(
                 "under torch.autocast it is given parameters in one call and what was computed in another: eager mode casts "
