@@ -21,7 +21,7 @@ LONGEST = 4000
 def files(settings: Settings) -> Sequence[str]:
     """Files that have such tests, relative to the repository."""
     found = (
-        path for path in (ROOT / "tests").glob("test_*.py") if "pytest.mark.gpu" in path.read_text(encoding="utf-8")
+        path for path in (ROOT / "tests").rglob("test_*.py") if "pytest.mark.gpu" in path.read_text(encoding="utf-8")
     )
     return settings.test_files or sorted(str(path.relative_to(ROOT)) for path in found)
 

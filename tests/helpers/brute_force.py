@@ -144,3 +144,10 @@ def cheapest_in_stages(problem: Problem, budget: int) -> float:
 
     start = (0, 0, 0 if problem.boundary else rules.tangents)
     return _cheapest(start, moves) if rules.starts() else math.inf
+
+
+def interesting_budgets(problem: Problem) -> list[int]:
+    """The smallest budget with a schedule in stages, one less, and some up to the captured peak."""
+    peak = problem.evaluate(problem.captured).peak_bytes
+    low = next(b for b in range(1, peak + 1) if cheapest_in_stages(problem, b) < math.inf)
+    return sorted({max(1, low - 1), low, low + 1, (low + peak) // 2, peak - 1, peak} - {0})

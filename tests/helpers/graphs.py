@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from lightning_remat.graph import ComputationGraph, Op, Phase, Tensor, TensorRole
+from lightning_remat.solvers import NodeSequence, Problem
 
 
 def unit_chain(layers: int) -> ComputationGraph:
@@ -117,3 +118,56 @@ def random_graph(
         forward_resident_bytes=rng.randint(0, 3),
         name=f"random-{seed}",
     )
+
+
+def recomputing_sequence(problem: Problem, seed: int) -> NodeSequence:
+    """The captured order with random extra evaluations of earlier nodes put in wherever the data allow."""
+    rng = random.Random(seed)
+    nodes: list[int] = []
+    boundary = 0
+    for node in range(len(problem)):
+        if node == problem.boundary:
+            boundary = len(nodes)
+        for earlier in sorted(rng.sample(range(node), min(node, rng.randint(0, 2)))):
+            if problem.recomputable[earlier] and (len(nodes) >= boundary or not problem.is_backward[earlier]):
+                nodes.append(earlier)
+        nodes.append(node)
+    return NodeSequence(tuple(nodes), boundary if problem.boundary < len(problem) else len(nodes))
+
+
+def joined_branches() -> ComputationGraph:
+    """A gradient `g` has two branches, joined in the end; `small` is captured first, and waits for `large`."""
+    ops: list[Op] = []
+    sizes: list[int] = []
+
+    def op(name: str, reads: tuple[int, ...], size: int, phase: Phase, workspace: int = 0) -> int:
+        ops.append(Op(name, name, reads, (len(ops),), phase, seconds=1.0, workspace_bytes=workspace))
+        sizes.append(size)
+        return len(ops) - 1
+
+    loss = op("loss", (), 1, Phase.FORWARD)
+    g = op("g", (loss,), 4, Phase.BACKWARD)
+    a = op("a", (g,), 1, Phase.BACKWARD)
+    small = op("small", (a,), 8, Phase.BACKWARD)
+    b = op("b", (g,), 2, Phase.BACKWARD)
+    large = op("large", (b,), 8, Phase.BACKWARD, workspace=12)
+    op("sum", (small, large), 1, Phase.BACKWARD)
+    tensors = tuple(Tensor(f"{one.name}_out", index) for index, one in enumerate(ops))
+    return ComputationGraph(tuple(ops), tensors, tuple(sizes), forward_outputs=(0,), backward_outputs=(len(ops) - 1,))
+
+
+PARAMETERS = 7
+
+
+def chain_at(batch_size: int) -> ComputationGraph:
+    """A unit chain of 8 layers whose values grow with the batch, beside bytes that do not."""
+    graph = unit_chain(8)
+    return graph.replace(storages=(batch_size,) * len(graph.ops), resident_bytes=PARAMETERS)
+
+
+def figure_1() -> ComputationGraph:
+    names = "ABCDE"
+    reads = {"A": "", "B": "A", "C": "B", "D": "BC", "E": "AD"}
+    ops = tuple(Op(n, n, tuple(names.index(r) for r in reads[n]), (i,), seconds=1.0) for i, n in enumerate(names))
+    tensors = tuple(Tensor(f"{n}_out", i) for i, n in enumerate(names))
+    return ComputationGraph(ops, tensors, (1,) * 5, forward_outputs=(4,))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.helpers.places import ROOT
+
 PACKAGE = ROOT / "lightning_remat"
 SOURCES = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")

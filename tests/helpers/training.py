@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_remat.callbacks import RematCallback
+from lightning_remat.measure import held_bytes, peak_memory
 from lightning_remat.planner._together import OUTSIDE
 
 WIDTH = 16
@@ -227,3 +228,32 @@ def assert_same(one: Any, other: Any, where: str = "results") -> None:
             assert_same(a, b, f"{where}[{index}]")
     else:
         assert one == other, f"{where}: {one!r} is not {other!r}"
+
+
+LENGTHS = (17, 40, 19, 33, 64, 21, 48, 32, 57, 36, 25, 63)
+
+
+class Lengths(torch.utils.data.Dataset[Any]):
+    """Batches whose first size and width are the same, and whose length is not."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(LENGTHS[index], 16, generator=generator), torch.randint(
+            0, 4, (LENGTHS[index],), generator=generator
+        )
+
+
+def batches_of_lengths() -> torch.utils.data.DataLoader[Any]:
+    return torch.utils.data.DataLoader(Lengths(), batch_size=None)
+
+
+def measured(call: Any, module: torch.nn.Module, x: torch.Tensor, loss: Callable[..., Any]) -> int:
+    def step() -> None:
+        found = loss(call(x))
+        module.zero_grad()
+        found.backward()
+
+    return held_bytes(module, x, gradients=True) + peak_memory(step, "cpu")

@@ -1,0 +1,40 @@
+"""The examples, in their short forms, as a user runs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.places import ROOT
+
+EXAMPLES = {
+    "segmentation": "--size 64 --width 4 --steps 6 --budget 0.8",
+    "batch_size_finder": "--small --budget 12MiB --steps 2 --time-limit 1",
+    "ddp": "--small --steps 6",
+    "hydra": "trainer.max_steps=3 callbacks.remat.budget=0.6 +callbacks.remat.cost_model=unit",
+    "lightning_cli": f"fit --config {ROOT / 'examples' / 'lightning_cli' / 'config.yaml'} --trainer.max_steps=3",
+    "fabric": "--small --steps 3",
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example(name: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "LIGHTNING_REMAT_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "examples" / name / "train.py"), *EXAMPLES[name].split()]
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    said = ended.stdout + ended.stderr
+    assert "predicted peak" in said or "measured" in said
+    assert "could not be captured" not in said
+
+
+def test_every_example_is_run_and_has_a_readme() -> None:
+    folders = [folder for folder in (ROOT / "examples").iterdir() if (folder / "train.py").exists()]
+    assert {folder.name for folder in folders} == {"byte_gpt", *EXAMPLES}  # byte_gpt is run in test_benchmarks
+    assert all((folder / "README.md").exists() for folder in folders)

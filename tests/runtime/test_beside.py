@@ -1,0 +1,323 @@
+"""What runs between and around captured graphs is measured in one step, and planned for."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_remat import InfeasibleBudgetError, rematerialize
+from lightning_remat._profiler import profiler_running
+from lightning_remat.measure import peak_memory, track_peak
+from lightning_remat.planner import _make
+from lightning_remat.runtime import _measured_step, _measuring
+from tests.helpers.training import assert_same, measured
+
+MIB = 2**20
+
+
+def network(width: int, layers: int) -> torch.nn.Sequential:
+    made = [(torch.nn.Linear(width, width), torch.nn.GELU(), torch.nn.Dropout(0.1)) for _ in range(layers)]
+    return torch.nn.Sequential(*(module for layer in made for module in layer))
+
+
+def mean(y: torch.Tensor) -> torch.Tensor:
+    """Nothing to plan for: it holds nothing, and its gradient is one number."""
+    return y.mean()
+
+
+def of_pairs(y: torch.Tensor) -> torch.Tensor:
+    """A contrastive loss: larger than anything that the module holds."""
+    return torch.cdist(y, y).exp().neg().softmax(-1).log().mean()
+
+
+class Between(torch.nn.Module):
+    """What Dynamo leaves alone, in the middle, holds as much for its backward as a graph does."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.first, self.second, self.times = network(64, 4), network(64, 4), times
+
+    @torch._dynamo.disable
+    def between(self, y: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            y = torch.tanh(y + 1)
+        return y.repeat_interleave(4, 0).sin()[::4]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.between(self.first(x))).square().mean()
+
+
+def steps(
+    call: Any, module: torch.nn.Module, x: torch.Tensor, loss: Callable[..., Any], count: int
+) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    losses = []
+    for _ in range(count):
+        found = loss(call(x))
+        module.zero_grad()
+        found.backward()
+        optimizer.step()
+        losses.append(found.detach())
+    return [*losses, *(p.detach().clone() for p in module.parameters()), torch.get_rng_state()]
+
+
+@pytest.mark.parametrize(("loss", "share"), [(mean, 0.3), (of_pairs, 0.3), (of_pairs, "min"), (of_pairs, 1.0)])
+def test_a_loss_outside_of_the_module(loss: Callable[..., Any], share: float | str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    original, x = network(64, 8), torch.randn(1024, 64)
+    eager, module = copy.deepcopy(original), copy.deepcopy(original)
+    expected = steps(eager, eager, x, loss, 5)
+    call = rematerialize(module, budget=share, cost_model="unit", time_limit=2.0)
+    assert_same(expected, steps(call, module, x, loss, 5))
+    assert call.failures == ()
+    peak = measured(call, module, x, loss)
+    assert peak <= call.plan.budget_bytes
+    if loss is of_pairs:
+        assert call.plan.predicted_peak_bytes == pytest.approx(peak, rel=0.02)
+        assert call.runs[0] == 2  # as it came, and measured; then with the loss beside it
+        assert sum(call.runs) == 6
+    else:
+        numbers = 2 * 4  # the loss and its gradient, of which no plan knows
+        assert peak - numbers <= call.plan.predicted_peak_bytes <= peak + x.nbytes
+        assert len(call.plans) == 1
+
+
+def test_what_a_loss_needs_is_left_to_it() -> None:
+    """A size: the first plan fills it, the next leaves room."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module, x = network(64, 8), torch.randn(1024, 64)
+    eager = copy.deepcopy(module)
+    steps(eager, eager, x, of_pairs, 1)
+    plain = measured(eager, eager, x, of_pairs)
+    call = rematerialize(module, budget=int(0.9 * plain), cost_model="unit", time_limit=2.0)
+    steps(call, module, x, of_pairs, 3)
+    assert not call.plans[0].rematerializes
+    assert call.plan.rematerializes
+    assert measured(call, module, x, of_pairs) <= call.plan.budget_bytes == int(0.9 * plain)
+
+
+def test_where_there_is_no_room_for_a_loss_this_is_said() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module, x = network(64, 8), torch.randn(1024, 64)
+    call = rematerialize(module, budget=8 * MIB, cost_model="unit", time_limit=2.0)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        steps(call, module, x, of_pairs, 3)
+    assert caught.value.smallest_bytes > 8 * MIB
+    with pytest.raises(InfeasibleBudgetError):  # each time
+        call(x)
+    call = rematerialize(module, budget=caught.value.smallest_bytes, cost_model="unit", time_limit=2.0)
+    steps(call, module, x, of_pairs, 3)
+    assert measured(call, module, x, of_pairs) <= caught.value.smallest_bytes
+
+
+def test_a_device_that_had_room_for_a_step_goes_on_to_have_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With "auto" less may be left free than was to be, but no training that fits is ended."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    monkeypatch.setattr(_make, "device_bytes", lambda *_, **__: 8 * MIB)
+    module, x = network(64, 8), torch.randn(1024, 64)
+    eager = copy.deepcopy(module)
+    call = rematerialize(module, budget="auto", cost_model="unit", solver="greedy")
+    with caplog.at_level(logging.WARNING, "lightning_remat"):
+        assert_same(steps(eager, eager, x, of_pairs, 4), steps(call, module, x, of_pairs, 4))
+    assert call.runs == (4,) and call.plan.budget_bytes == 8 * MIB
+    assert [record.message for record in caplog.records if "keeps its plans" in record.message]
+
+
+@pytest.mark.parametrize("share", [0.3, "min"])
+def test_between_two_graphs(share: float | str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    original, x = Between(4), torch.randn(2048, 64)
+    eager, module = copy.deepcopy(original), copy.deepcopy(original)
+
+    def loss(found: torch.Tensor) -> torch.Tensor:
+        return found
+
+    expected = steps(eager, eager, x, loss, 6)
+    call = rematerialize(module, budget=share, cost_model="unit", time_limit=3.0)
+    assert_same(expected, steps(call, module, x, loss, 6))
+    peak = measured(call, module, x, loss)
+    assert peak <= call.plan.budget_bytes
+    assert call.plan.predicted_peak_bytes == pytest.approx(peak, rel=0.02)
+
+
+def test_a_profiler_of_the_users_is_left_alone() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module, x = network(64, 8), torch.randn(1024, 64)
+    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=2.0)
+    with torch.profiler.profile() as profiler:
+        steps(call, module, x, of_pairs, 3)
+    assert any("cdist" in event.name for event in profiler.events())
+    assert len(call.plans) == 1
+    steps(call, module, x, of_pairs, 3)  # measured now
+    assert len(call.plans) > 1
+
+
+def test_a_step_that_another_measurement_cuts_short_counts_as_unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = network(64, 3)
+    step = rematerialize(module, budget=0.7, cost_model="unit", solver="greedy")
+    x = torch.randn(64, 64)
+    made: list[_measured_step.MeasuredStep] = []
+
+    class Noted(_measured_step.MeasuredStep):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(device)
+            made.append(self)
+
+    monkeypatch.setattr(_measuring, "MeasuredStep", Noted)
+    of_pairs(step(x)).backward()
+    between = step(x)
+    assert len(made) == 1
+    assert peak_memory(lambda: torch.ones(1024), device="cpu") >= 4096
+    of_pairs(between).backward()
+    of_pairs(step(x)).backward()
+    assert len(step.plans) == 1 and len(made) == 2  # it is measured in the next one
+    step(x)
+    assert len(step.plans) == 2
+    step.close()
+
+
+def test_costs_are_measured_though_a_step_waits_for_its_backward(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whoever is captured meanwhile has its workspaces measured; the step that waits is measured in its next call."""
+    monkeypatch.setenv("LIGHTNING_REMAT_CACHE", str(tmp_path))
+    torch._dynamo.reset()
+    module, x = network(64, 8), torch.randn(1024, 64)
+    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=2.0)
+    of_pairs(call(x)).backward()
+    between = call(x)  # measured, and not yet at its end
+    other = rematerialize(torch.nn.Sequential(torch.nn.Linear(24, 24), torch.nn.Softmax(1)), budget=1.0)
+    other(torch.randn(8, 24)).sum().backward()
+    assert not [one for one in caplog.records if "were not measured" in one.getMessage()]
+    of_pairs(between).backward()
+    assert len(call.plans) == 1
+    of_pairs(call(x)).backward()
+    call(x)
+    assert len(call.plans) == 2
+
+
+def test_no_backward_ends_nothing() -> None:
+    torch._dynamo.reset()
+    module, x = network(64, 8), torch.randn(1024, 64)
+    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=2.0)
+    for _ in range(4):
+        call(x)
+    call.close()
+    with track_peak("cpu") as peak:
+        torch.zeros(MIB)
+    assert peak.peak_bytes == 4 * MIB
+    assert sum(call.runs) == 4
+
+
+def test_steps_are_measured_no_more_than_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    begun = []
+
+    class Counted(_measured_step.MeasuredStep):
+        def __init__(self, device: torch.device) -> None:
+            begun.append(device)
+            super().__init__(device)
+
+    monkeypatch.setattr(_measuring, "MeasuredStep", Counted)
+    module, x = network(64, 8), torch.randn(1024, 64)
+    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=2.0)
+    steps(call, module, x, of_pairs, 8)
+    assert 1 <= len(begun) <= _measuring.MEASURED
+
+
+def update_something() -> None:
+    other = torch.nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+
+
+def test_another_thread_that_updates_ends_nothing() -> None:
+    """Torch's profiler can be stopped by the thread only that started it: left on, it ends the process with a crash."""
+    torch._dynamo.reset()
+    module, x = network(64, 8), torch.randn(1024, 64)
+    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=2.0)
+    of_pairs(call(x)).backward()
+    of_pairs(call(x)).backward()
+    assert profiler_running()
+    thread = threading.Thread(target=update_something)
+    thread.start()
+    thread.join()
+    assert profiler_running()
+    update_something()
+    assert not profiler_running()
+    call(x)
+    assert len(call.plans) == 2
+
+
+def test_in_another_thread_no_step_is_measured() -> None:
+    torch._dynamo.reset()
+    module, x = network(64, 8), torch.randn(1024, 64)
+    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=2.0)
+    left_on = []
+
+    def train() -> None:
+        for _ in range(3):
+            left_on.append(profiler_running())
+            of_pairs(call(x)).backward()
+            left_on.append(profiler_running())
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert left_on == [False] * 6 and sum(call.runs) == 3
+    of_pairs(call(x)).backward()
+    assert profiler_running()  # here it can be
+    call(x)
+    assert len(call.plans) == 2
+
+
+def test_where_no_backward_comes_the_measuring_ends() -> None:
+    torch._dynamo.reset()
+    module, x = network(64, 8), torch.randn(1024, 64)
+    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=2.0)
+    of_pairs(call(x)).backward()
+    call(x)
+    for _ in range(_measured_step.MOST_UPDATES - 1):
+        update_something()
+        assert profiler_running()
+    update_something()
+    assert not profiler_running()
+    of_pairs(call(x)).backward()  # measured instead
+    call(x)
+    assert len(call.plans) == 2
+
+
+ENDS_IN_THE_MIDST = """
+import torch
+from lightning_remat import rematerialize
+from lightning_remat._profiler import profiler_running
+
+module, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8)), torch.randn(4, 8)
+call = rematerialize(module, budget=1.0, cost_model="unit", solver="greedy")
+call(x).exp().sum().backward()
+call(x)
+assert profiler_running()
+"""
+
+
+def test_a_process_may_end_while_a_step_is_measured() -> None:
+    done = subprocess.run([sys.executable, "-c", ENDS_IN_THE_MIDST], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
