@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lightning_remat._version import __version__
+
 if TYPE_CHECKING:
     from lightning_remat._rematerialize import Rematerialized, rematerialize
     from lightning_remat.errors import InfeasibleBudgetError, RematError
@@ -19,10 +21,10 @@ __all__ = [
     "RematError",
     "RematWarning",
     "Rematerialized",
+    "__version__",
     "check",
     "rematerialize",
 ]
-__version__ = "0.1.0"
 
 _HOMES = {
     "CheckReport": "lightning_remat.exactness",

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lightning_remat import __version__
+from lightning_remat._version import __version__
 from lightning_remat.cli._progress import Progress
 from lightning_remat.errors import BudgetError, ConfigError, RematError, SolverError
 from lightning_remat.graph import ComputationGraph

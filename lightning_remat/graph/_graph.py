@@ -16,91 +16,18 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping
-from enum import Enum
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_remat.errors import GraphError
+from lightning_remat.graph._op import Op, Phase, Tensor, TensorRole
 
 if TYPE_CHECKING:
     import networkx as nx
 
 FORMAT = "lightning_remat.graph"
 FORMAT_VERSION = 1
-
-
-class Phase(str, Enum):
-    """The part of the training step that an op belongs to."""
-
-    FORWARD = "forward"
-    LOSS = "loss"
-    BACKWARD = "backward"
-
-
-class TensorRole(str, Enum):
-    """Why a tensor exists before any op has run, or what the caller does with it afterwards."""
-
-    INTERMEDIATE = "intermediate"
-    PARAMETER = "parameter"
-    BUFFER = "buffer"
-    BATCH = "batch"
-    TANGENT = "tangent"
-    """Handed in by the caller when the backward begins, and freed after its last use there."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Tensor:
-    """One tensor of the step.
-
-    Attributes:
-        name: unique in the graph.
-        storage: index into ``ComputationGraph.storages``.
-        shape: sizes, in elements.
-        dtype: the element type's name, such as ``"float32"``.
-        role: see `TensorRole`.
-    """
-
-    name: str
-    storage: int
-    shape: tuple[int, ...] = ()
-    dtype: str = ""
-    role: TensorRole = TensorRole.INTERMEDIATE
-
-
-@dataclasses.dataclass(frozen=True)
-class Op:
-    """One operation.
-
-    Attributes:
-        name: unique in the graph.
-        target: what is called, such as ``"aten.mm.default"``.
-        inputs: tensor indices read, each once.
-        outputs: tensor indices produced, in the op's own output order.
-        phase: see `Phase`.
-        seconds: time of one evaluation.
-        workspace_bytes: held during the evaluation only, beside inputs and outputs.
-        random: draws random numbers, or may have an effect of another kind; first evaluations keep the captured order, later
-            ones replay the numbers.
-        recomputable: may be evaluated more than once.
-        mutates: tensor indices (among ``inputs``) whose storage is overwritten in place.
-        overwritable: tensor indices (among ``inputs``) whose storage the first result may take when nothing needs them
-            any more.
-        module: the user's module path, such as ``"transformer.h.3.mlp"`` ("" where it is unknown).
-    """
-
-    name: str
-    target: str
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    phase: Phase = Phase.FORWARD
-    seconds: float = 0.0
-    workspace_bytes: int = 0
-    random: bool = False
-    recomputable: bool = True
-    mutates: tuple[int, ...] = ()
-    overwritable: tuple[int, ...] = ()
-    module: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,10 +159,34 @@ class ComputationGraph:
     # -- files and views ----------------------------------------------------------------------------------------------
 
     def to_networkx(self) -> nx.DiGraph:
-        """A directed graph of ops (by index), an edge where one reads what the other writes. See `to_networkx`."""
-        from lightning_remat.graph._networkx import to_networkx
+        """A directed graph with one node an op.
 
-        return to_networkx(self)
+        Nodes are op indices with the attributes ``name``, ``target``, ``phase``, ``seconds``, ``bytes`` (of the storages
+        that the op allocates) and ``module``. An edge runs from the producer of a tensor to each of its readers; its
+        ``bytes`` are those of the storages carried over it.
+        """
+        import networkx as nx  # half a second, and few graphs are looked at in this way
+
+        result: nx.DiGraph = nx.DiGraph(name=self.name)
+        for index, op in enumerate(self.ops):
+            read = {self.tensors[t].storage for t in op.inputs}
+            fresh = {self.tensors[t].storage for t in op.outputs} - read
+            result.add_node(
+                index,
+                name=op.name,
+                target=op.target,
+                phase=op.phase.value,
+                seconds=op.seconds,
+                bytes=sum(self.storages[s] for s in fresh),
+                module=op.module,
+            )
+            carried: dict[int, set[int]] = {}
+            for t in op.inputs:
+                if self.producer[t] >= 0:
+                    carried.setdefault(self.producer[t], set()).add(self.tensors[t].storage)
+            for source, storages in carried.items():
+                result.add_edge(source, index, bytes=sum(self.storages[s] for s in storages))
+        return result
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""

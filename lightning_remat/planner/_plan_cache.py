@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import lightning_remat
 from lightning_remat._disk import cache_directory, forget_the_oldest, replace_file
+from lightning_remat._version import __version__
 from lightning_remat.errors import RematError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._config import RematConfig
@@ -57,7 +57,7 @@ class PlanCache:
             budget: in bytes, or ``"min"``.
             config: solver, its options and its time limit count.
         """
-        facts = [budget, config.solver, config.solver_options, config.time_limit, lightning_remat.__version__]
+        facts = [budget, config.solver, config.solver_options, config.time_limit, __version__]
         return self.directory / f"plan-{fingerprint(graph, *facts)}.json"
 
     def load(self, path: Path, graph: ComputationGraph) -> Solution | None:

@@ -7,7 +7,7 @@ import warnings
 
 import torch
 
-import lightning_remat
+from lightning_remat._version import __version__
 from lightning_remat.errors import RematWarning
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._plan_cache import PlanCache
@@ -58,7 +58,7 @@ class Reasons:
         self.failures.append(reason)
         warnings.warn(
             f"{self.name or 'the step'} (or a part of it): {reason}. This is a defect of lightning_remat "
-            f"{lightning_remat.__version__}: {instead}. Please report it with this message, torch's version "
+            f"{__version__}: {instead}. Please report it with this message, torch's version "
             f"({torch.__version__}), the budget ({budget!r}) and {cache.keep_refused(graph)}",
             RematWarning,
             stacklevel=2,

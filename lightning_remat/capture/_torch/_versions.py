@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-import lightning_remat
+from lightning_remat._version import __version__
 from lightning_remat.errors import CaptureError
 
 RELEASES = ("2.11", "2.12", "2.13", "2.14", "2.15")
@@ -138,7 +138,7 @@ def unknown_torch() -> str:
         return ""
     return (
         f"nothing can be planned on torch {torch.__version__}, and training runs as it would without lightning_remat "
-        f"{lightning_remat.__version__}: {', and '.join(why)}. It was run with torch {', '.join(RELEASES[:-1])} and "
+        f"{__version__}: {', and '.join(why)}. It was run with torch {', '.join(RELEASES[:-1])} and "
         f"{RELEASES[-1]}: install one of these, or a newer lightning_remat"
     )
 
