@@ -3,8 +3,9 @@
 #   make demo       see the callback at work
 #   make test       all checks: style, types, architecture, tests
 #
-# and `make benchmark`, which compares with other ways of saving memory, and `make papers`, which prints the papers' tables
-# beside ours. The first of them creates .venv and installs everything into it; later ones do not install again.
+# and `make check`, the first three of those checks, in seconds; `make benchmark`, which compares with other ways of saving
+# memory; `make papers`, which prints the papers' tables beside ours. The first of them creates .venv and installs everything
+# into it; later ones do not install again.
 #
 #   PYTHON=python3.12        the interpreter that .venv is made with
 #   TORCH='torch==2.12.*'    the torch to install (a plain `torch` may bring gigabytes of CUDA libraries along)
@@ -24,16 +25,18 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: demo test benchmark papers format install clean FORCE
+.PHONY: demo check test benchmark papers format install clean FORCE
 
 demo: install
 	$(BIN)/python $(DEMO) $(ARGS)
 
-test: install
+check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+test: check
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist loadfile $(ARGS)
 
 benchmark: install
