@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.callbacks.distributed import available_bytes, held_on_device, smallest_of_all, unsynchronized
+from lightning_remat.callbacks.lightning_internals import training_source
 from lightning_remat.callbacks.module_state import ModuleState
 from lightning_remat.callbacks.optimizer_state import optimizer_state_bytes
 from lightning_remat.callbacks.progress import PlanningProgress
@@ -178,7 +179,7 @@ class RematBatchSizeFinder(Callback):
             )
         if self.train_dataloader is not None:
             return
-        if not trainer.fit_loop._data_source.is_module():
+        if not training_source(trainer).is_module():
             raise ConfigError(
                 "the training loader was given to fit(), and its batch size cannot be set: make it in train_dataloader() of "
                 "the module or a datamodule, or give RematBatchSizeFinder(train_dataloader=function_of_the_batch_size)"

@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, W
 from lightning_utilities.core.rank_zero import rank_zero_info
 from rich.console import Console
 
+from lightning_remat.callbacks.lightning_internals import steps_logged
 from lightning_remat.errors import RematError
 from lightning_remat.measure import PeakMemory
 from lightning_remat.planner import Plan, RematWarning
@@ -76,7 +77,7 @@ def over_prediction(plan: Plan, peak: PeakMemory, measured_bytes: int) -> str:
 
 def log_metrics(trainer: pl.Trainer, metrics: dict[str, float]) -> None:
     """Send scalars to every logger, at the step that Lightning logs training metrics at."""
-    step = trainer.fit_loop.epoch_loop._batches_that_stepped
+    step = steps_logged(trainer)
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=step)
 
@@ -121,7 +122,7 @@ def write_plan(trainer: pl.Trainer, plan: Plan, number: int, folder: Path) -> Pa
     except (RematError, OSError) as error:
         warnings.warn(f"no picture of the plan was made: {error}", RematWarning, stacklevel=2)
         return folder
-    step = trainer.fit_loop.epoch_loop._batches_that_stepped
+    step = steps_logged(trainer)
     for logger in trainer.loggers:
         try:
             _show(logger, figure, path, path.with_suffix(".json"), step)

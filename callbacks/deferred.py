@@ -23,6 +23,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torchmetrics import Metric, MetricCollection
 
+from lightning_remat.callbacks.lightning_internals import wrapped_optimizers
 from lightning_remat.errors import CaptureError
 
 _METHODS = ("forward", "update", "compute", "reset")
@@ -315,6 +316,6 @@ def _manual(module: pl.LightningModule) -> Iterator[tuple[dict[str, Any], str, C
     """What a step of manual optimization does to gradients and optimizers: it ends a captured graph, and is in none."""
     for name in ("manual_backward", "optimizers", "lr_schedulers", "toggle_optimizer", "untoggle_optimizer"):
         yield module.__dict__, name, getattr(module, name)
-    for optimizer in module.trainer.strategy._lightning_optimizers:
+    for optimizer in wrapped_optimizers(module.trainer):
         for name in ("step", "zero_grad"):
             yield optimizer.__dict__, name, getattr(optimizer, name)

@@ -17,13 +17,14 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_remat._blocks import block_bytes
 from lightning_remat.callbacks.deferred import is_deferred
+from lightning_remat.callbacks.lightning_internals import MODULE_OWN
 from lightning_remat.exactness import is_foreign, undoing
 
 MOST_ENTERED = 10_000
 """Items of a container that are looked at one by one; a longer one is put back as it was, and what is in it is not."""
 
 _SIMPLE = frozenset({bool, int, float, complex, str, bytes, type(None)})
-_INTERNAL = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}
+_INTERNAL = frozenset(vars(nn.Module())) | MODULE_OWN
 _CLOSED = sys.stdlib_module_names | {__name__.partition(".")[0]}
 _LIGHTNINGS = frozenset({"_current_fx_name"})
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)

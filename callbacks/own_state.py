@@ -13,8 +13,7 @@ from contextlib import contextmanager
 
 import lightning.pytorch as pl
 
-_TRAINER = r"\._trainer\.fit_loop\..*(completed|processed|ready|started|total_batch_idx)"
-"""Behind `global_step` and `current_epoch`."""
+from lightning_remat.callbacks.lightning_internals import STEP_COUNTERS
 
 
 class OwnState:
@@ -37,7 +36,7 @@ class OwnState:
         names = list(inspect.signature(type(module).training_step).parameters)
         self._self = re.escape(f"L['{names[0] if names else 'self'}']")
         batch_idx = names[2] if len(names) > 2 else "batch_idx"
-        self._always = [re.escape(f"L['{batch_idx}']"), self._self + _TRAINER]
+        self._always = [re.escape(f"L['{batch_idx}']"), self._self + STEP_COUNTERS]
 
     @property
     def sources(self) -> str:

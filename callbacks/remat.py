@@ -29,6 +29,7 @@ from lightning_remat.callbacks.dashboard import (
     write_plan,
 )
 from lightning_remat.callbacks.distributed import bucket_bytes, held_on_device
+from lightning_remat.callbacks.lightning_internals import accumulates, steps_logged
 from lightning_remat.callbacks.module_state import ModuleState
 from lightning_remat.callbacks.progress import PlanningProgress
 from lightning_remat.callbacks.training_data import TrainingData
@@ -279,8 +280,8 @@ class RematCallback(Callback):
         if self._batches <= DDP_SETTLES and bucket_bytes(trainer):
             return
         interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        due = interval > 0 and (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % interval == 0
-        due = due and not trainer.fit_loop._should_accumulate()
+        due = interval > 0 and (steps_logged(trainer) + 1) % interval == 0
+        due = due and not accumulates(trainer)
         if not (self._measure_next or (due and self._step.plans)):
             return
         device = trainer.strategy.root_device

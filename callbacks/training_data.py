@@ -9,15 +9,14 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.parsing import (
-    _lightning_get_all_attr_holders,
     lightning_getattr,
     lightning_setattr,
 )
 
+from lightning_remat.callbacks.lightning_internals import forget_loaders, holders_of, to_device, training_source
 from lightning_remat.errors import ConfigError
 
 
@@ -42,14 +41,14 @@ class TrainingData:
         make: Callable[[int], Any] | None = None,
     ) -> None:
         self._trainer, self._module, self._name, self._make = trainer, module, name, make
-        self._source = trainer.fit_loop._data_source
+        self._source = training_source(trainer)
         self._held: list[tuple[Any, Any]] = []
         self.before = 0
         if make is not None:
             self.before = extract_batch_size(self._next())
         elif name is not None:
             self.before = int(lightning_getattr(module, name))  # type: ignore[arg-type]
-            holders = _lightning_get_all_attr_holders(module, name)
+            holders = holders_of(module, name)
             self._held = [(holder, _get(holder, name)) for holder in holders]
 
     def _loader(self) -> CombinedLoader:
@@ -62,9 +61,7 @@ class TrainingData:
             self._source.instance = self._make(size)
         elif self._name is not None:
             lightning_setattr(self._module, self._name, size)
-        loop = self._trainer.fit_loop
-        loop._combined_loader = None  # they are made again when they are needed
-        loop.epoch_loop.val_loop._combined_loader = None
+        forget_loaders(self._trainer)
 
     def put_back(self) -> None:
         """Make the loaders as they were before."""
@@ -118,10 +115,7 @@ class TrainingData:
         return batch
 
     def _on_device(self, batch: Any) -> Any:
-        trainer = self._trainer
-        batch = trainer.precision_plugin.convert_input(batch)
-        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
+        return to_device(self._trainer, self._module, batch)
 
 
 def _get(holder: Any, name: str) -> Any:

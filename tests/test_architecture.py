@@ -14,11 +14,10 @@ from tests.helpers.private_names import ROOT, SOURCES, foreign_attributes, priva
 
 TORCH_PACKAGE = "lightning_remat/capture/_torch/"
 VERSIONS = f"{TORCH_PACKAGE}_versions.py"
+LIGHTNING = "lightning_remat/callbacks/lightning_internals.py"
 
 OF_OBJECTS = {
     *("_expr", "_orig_mod"),  # of torch, where only objects have them: SymNode, OptimizedModule
-    *("_batches_that_stepped", "_call_strategy_hook", "_data_source", "_lightning_optimizers", "_should_accumulate"),
-    "_on_before_batch_transfer",  # these of Lightning's
     "_exit",  # of os
 }
 """Private attributes that are nobody's in `NAMES`."""
@@ -65,11 +64,17 @@ def test_all_private_names_of_torch_are_listed() -> None:
     missing = {name for name in used if not any(one == name or one.startswith(f"{name}.") for one in listed)}
     assert not missing, f"list these in {VERSIONS}: {sorted(missing)}"
     parts = {part for name in listed for part in name.split(".")}
-    of_objects = {path: names - parts - OF_OBJECTS for path, names in foreign_attributes().items()}
+    of_objects = {path: names - parts - OF_OBJECTS for path, names in foreign_attributes().items() if path != LIGHTNING}
     assert not {path: names for path, names in of_objects.items() if names}, f"list these in {VERSIONS}"
     there = set().union(*(words(text) for path, text in SOURCES.items() if path != VERSIONS))
     unused = {name for name in listed if not set(name.split(".")[-1:]) <= there}
     assert not unused, f"nothing uses these of {VERSIONS}: {sorted(unused)}"
+
+
+def test_private_lightning_lives_in_one_file() -> None:
+    found = {path: private_names(text, "lightning") for path, text in SOURCES.items()}
+    assert {path for path, names in found.items() if names} == {LIGHTNING}
+    assert foreign_attributes()[LIGHTNING], "others' private attributes, which no other file may read: see above"
 
 
 def test_the_contracts_between_rooms_hold() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.fabric.strategies.registry import _StrategyRegistry
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from typing_extensions import override
 
+from lightning_remat.callbacks.lightning_internals import StrategyRegistry
 from lightning_remat.errors import ConfigError
 from lightning_remat.strategies._recovery import RETRIES, Recovering
 
@@ -77,7 +77,7 @@ class RematStrategy(Recovering, SingleDeviceStrategy):
 
     @classmethod
     @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
         strategy_registry.register(cls.strategy_name, cls, description="One device; recovers from out-of-memory errors")
 
 
@@ -101,5 +101,5 @@ class RematDDPStrategy(Recovering, DDPStrategy):
 
     @classmethod
     @override
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
         strategy_registry.register(cls.strategy_name, cls, description="DDP; recovers from out-of-memory errors")

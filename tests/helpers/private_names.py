@@ -15,17 +15,17 @@ SOURCES = {
 """By path. (``callbacks`` is a link there.)"""
 
 
-def is_private(name: str) -> bool:
+def is_private(name: str, library: str = "torch") -> bool:
     parts = name.split(".")
     hidden = any(_is_hidden(part) for part in parts[1:])
-    return parts[0] == "functorch" or (parts[0] == "torch" and hidden)
+    return (library == "torch" and parts[0] == "functorch") or (parts[0] == library and hidden)
 
 
 def _is_hidden(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def private_names(source: str) -> set[str]:
+def private_names(source: str, library: str = "torch") -> set[str]:
     """By every way in: imports, imports by name, and what is read of what was imported (``torch._x.y``, under other names too).
 
     Names that are asked for with a default (``getattr``, ``hasattr``) end in a question mark. Of a name and what is read of
@@ -38,7 +38,7 @@ def private_names(source: str) -> set[str]:
             name = _dotted(node.value, known)
             if name is not None:
                 known[node.targets[0].id] = name
-    found = {name for name in (*known.values(), *_read(tree, known)) if is_private(name)}
+    found = {name for name in (*known.values(), *_read(tree, known)) if is_private(name, library)}
     return {name for name in found if not any(other.startswith(f"{name}.") for other in found)}
 
 

@@ -1,0 +1,59 @@
+"""Lightning's private names, each under one of ours: nothing else in the package touches them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import lightning.pytorch as pl
+from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.parsing import _lightning_get_all_attr_holders
+
+StrategyRegistry: TypeAlias = _StrategyRegistry
+
+STEP_COUNTERS = r"\._trainer\.fit_loop\..*(completed|processed|ready|started|total_batch_idx)"
+"""What is behind `global_step` and `current_epoch`, in Dynamo's words for where a value comes from."""
+
+MODULE_OWN = frozenset({"_trainer", "_fabric"})
+"""Attributes of a LightningModule that lead to whoever trains it."""
+
+
+def steps_logged(trainer: pl.Trainer) -> int:
+    """The step that Lightning's own scalars are logged at."""
+    step: int = trainer.fit_loop.epoch_loop._batches_that_stepped
+    return step
+
+
+def accumulates(trainer: pl.Trainer) -> bool:
+    """Whether the batch at hand ends without an optimizer's step."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def wrapped_optimizers(trainer: pl.Trainer) -> Iterable[Any]:
+    """What ``self.optimizers()`` gives the user."""
+    return trainer.strategy._lightning_optimizers
+
+
+def training_source(trainer: pl.Trainer) -> Any:
+    """Where the training loader comes from: the module, a datamodule, or what was given to ``fit``."""
+    return trainer.fit_loop._data_source
+
+
+def forget_loaders(trainer: pl.Trainer) -> None:
+    """Loaders are made again when they are needed."""
+    loop = trainer.fit_loop
+    loop._combined_loader = None
+    loop.epoch_loop.val_loop._combined_loader = None
+
+
+def holders_of(module: pl.LightningModule, name: str) -> list[Any]:
+    """All that have an attribute: the module, its hyperparameters, its datamodule."""
+    return _lightning_get_all_attr_holders(module, name)
+
+
+def to_device(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> Any:
+    """The batch on the module's device, through all hooks that Lightning takes it through."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)
