@@ -12,12 +12,17 @@ from torch.utils.data import DataLoader
 
 from lightning_remat.callbacks import RematCallback
 from tests.helpers.training import assert_same, fit
-from tests.test_models_of_the_wild import GraphTuple, Wild, graphs
+from tests.models.wild import GraphTuple, Wild, graphs
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 STEPS = 4
+
+
+@pytest.fixture
+def _small_draws_are_drawn_again() -> None:
+    """Not here: these models are planned as they are."""
 
 
 def volumes(batch: int, *sides: int) -> DataLoader[Any]:
