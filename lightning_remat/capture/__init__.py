@@ -7,11 +7,12 @@ from lightning_remat.capture._torch import Unavailable, unknown_torch
 
 if TYPE_CHECKING or not unknown_torch():
     from lightning_remat.capture._autocast import Autocast
+    from lightning_remat.capture._captured_graph import CapturedGraph
     from lightning_remat.capture._compiled import is_compiled
     from lightning_remat.capture._effects import name_assertions, stays
-    from lightning_remat.capture._joint import CapturedGraph, from_joint, target_name
+    from lightning_remat.capture._joint import from_joint
     from lightning_remat.capture._layouts import real_layout
-    from lightning_remat.capture._nodes import is_tensor
+    from lightning_remat.capture._nodes import is_tensor, target_name
     from lightning_remat.capture._ops import PARTS
 else:
     PARTS = Autocast = CapturedGraph = _torch = from_joint = is_compiled = Unavailable(unknown_torch())

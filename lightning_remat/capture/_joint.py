@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import operator
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,26 +13,28 @@ import torch.fx
 from lightning_remat._blocks import block_bytes
 from lightning_remat.capture import _effects, _ops, _overwriting, _scatters
 from lightning_remat.capture._autocast import NO_AUTOCAST, Autocast
-from lightning_remat.capture._call import OpCall, Source, TensorSpec, same_device
+from lightning_remat.capture._call import OpCall, TensorSpec, same_device
+from lightning_remat.capture._captured_graph import CapturedGraph
+from lightning_remat.capture._node_calls import NodeCalls
 from lightning_remat.capture._nodes import (
     gradient_arguments,
     is_tensor,
+    module_path,
     new_values,
     primal_arguments,
     primals_and_tangents,
+    producer,
+    target_name,
 )
+from lightning_remat.capture._order import execution_order, keeps_its_place
 from lightning_remat.capture._sizes import Sizes, Symbol, symbols_among, symbols_of, unlike_any
 from lightning_remat.capture._torch import (
     HigherOrderOperator,
-    OpOverload,
     hint,
     is_parameter,
-    largest,
-    output_of_tangent,
     overwritten,
 )
 from lightning_remat.capture.rewritings import HandOver, rewrite
-from lightning_remat.capture.rewritings._unread import stand_in
 from lightning_remat.errors import CaptureError
 from lightning_remat.graph import ComputationGraph, Op, Phase, Tensor, TensorRole
 
@@ -43,141 +43,6 @@ Node = torch.fx.Node
 
 WORTH_DRAWING_AGAIN = 256 * 1024
 """Bytes that a random op must make for it to be evaluated a second time (the state it needs takes 5 kB on the CPU)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class CapturedGraph:
-    """One captured graph of a training step.
-
-    Attributes:
-        graph: the computation graph; costs are zero until a cost model has filled them in. Its storages have the bytes that
-            they take on ``device``: none where they lie elsewhere.
-        module: the joint graph module, rewritten so that each op is one node.
-        nodes: the torch node of each op; ``None`` for one that stands for something outside the graph.
-        tensors: the torch node that stands for each tensor; ``None`` for an output that nobody reads.
-        node_tensor: tensor index by torch node.
-        updated: the primal that a node's value is written over as soon as it is known; the value lies on its storage.
-        calls: what a cost model times for each op; ``None`` for views.
-        primals: placeholders of the forward, in calling order.
-        tangents: placeholders handed to the backward.
-        forward_outputs: what the forward module returns to AOTAutograd (nodes, or plain values).
-        backward_outputs: what the backward module returns.
-        arguments: the position, among the captured function's arguments, of each of ``primals``; ``None`` for one that is made
-            of arguments and is none (see `capture._torch.argument_of`).
-        gradient_arguments: of each of ``backward_outputs``, the position of the argument whose gradient it is, likewise.
-        sizes: what the symbolic sizes stand for, here.
-        symbols: those that sizes of tensors depend on, and their nodes among ``primals``.
-        device: where most of the step's bytes are.
-        real_bytes: by storage, what it really takes on ``device`` where that was seen to be other than tracing says.
-    """
-
-    graph: ComputationGraph
-    module: torch.fx.GraphModule
-    nodes: tuple[Node | None, ...]
-    tensors: tuple[Node | None, ...]
-    node_tensor: dict[Node, int]
-    updated: dict[Node, Node]
-    calls: tuple[OpCall | None, ...]
-    primals: tuple[Node, ...]
-    tangents: tuple[Node, ...]
-    forward_outputs: tuple[Any, ...]
-    backward_outputs: tuple[Any, ...]
-    arguments: tuple[int | None, ...]
-    gradient_arguments: tuple[int | None, ...]
-    sizes: Sizes
-    symbols: dict[Symbol, Node]
-    device: torch.device
-    _read: Callable[[Sizes], CapturedGraph]
-    _order: tuple[int, ...] = ()
-    real_bytes: Mapping[int, int] = dataclasses.field(default_factory=dict)
-
-    def at(self, sizes: Sequence[int]) -> CapturedGraph:
-        """The same ops in the same order, without costs, where ``symbols`` are ``sizes``."""
-        others = {symbol: value for symbol, value in self.sizes.values.items() if symbol not in self.symbols}
-        found = self._read(Sizes({**others, **dict(zip(self.symbols, sizes, strict=True))}))
-        return found.reordered(self._order) if self._order else found
-
-    def reordered(self, order: Sequence[int]) -> CapturedGraph:
-        """With the ops in another order: indices into this one's."""
-        earlier = self._order or tuple(range(len(self.nodes)))
-        return dataclasses.replace(
-            self,
-            graph=self.graph.replace(ops=tuple(self.graph.ops[i] for i in order)),
-            nodes=tuple(self.nodes[i] for i in order),
-            calls=tuple(self.calls[i] for i in order),
-            _order=tuple(earlier[i] for i in order),
-        )
-
-    def with_costs(
-        self, seconds: Sequence[float], workspace_bytes: Sequence[int], real_bytes: Sequence[Sequence[tuple[int, int]]]
-    ) -> CapturedGraph:
-        """With what each op costs, and with the bytes of those of its outputs that take others than tracing says.
-
-        Args:
-            seconds: one an op.
-            workspace_bytes: one an op.
-            real_bytes: for each op, such outputs (places among all of its own) and their bytes on ``device``.
-        """
-        graph = self.graph.with_costs(seconds, workspace_bytes)
-        found: dict[int, int] = {}
-        for op, pairs in zip(graph.ops, real_bytes, strict=True):
-            found.update((graph.tensors[op.outputs[place]].storage, nbytes) for place, nbytes in pairs)
-        return dataclasses.replace(self, graph=graph).taking(found)
-
-    def taking(self, real_bytes: Mapping[int, int]) -> CapturedGraph:
-        """With these bytes for these storages, but for those that are handed in."""
-        graph = self.graph
-        given = {graph.tensors[t].storage for t in graph.inputs}
-        kept = {storage: nbytes for storage, nbytes in real_bytes.items() if storage not in given}
-        storages = tuple(kept.get(i, nbytes) for i, nbytes in enumerate(graph.storages))
-        return dataclasses.replace(self, graph=graph.replace(storages=storages), real_bytes=kept)
-
-    def size_limits(self) -> tuple[int | None, ...]:
-        """The most that each of ``symbols`` may be; ``None`` where there is no bound."""
-        return tuple(largest(node.meta["val"]) for node in self.symbols.values())
-
-    @property
-    def static_bytes(self) -> int:
-        """Bytes of the parameters and buffers among the inputs."""
-        return self._bytes_of(TensorRole.PARAMETER, TensorRole.BUFFER)
-
-    @property
-    def batch_bytes(self) -> int:
-        """Bytes of the other inputs."""
-        return self._bytes_of(TensorRole.BATCH)
-
-    def _bytes_of(self, *roles: TensorRole) -> int:
-        found = {self.graph.tensors[t].storage for t in self.graph.inputs if self.graph.tensors[t].role in roles}
-        return sum(self.graph.storages[s] for s in found)
-
-    @functools.cached_property
-    def handed_over_bytes(self) -> int:
-        """Bytes of the gradients that are handed over as soon as they are made (see `from_joint`)."""
-        ops = [
-            op
-            for op, node in zip(self.graph.ops, self.nodes, strict=True)
-            if node and node.meta.get("remat_handed_over")
-        ]
-        return sum(self.graph.storages[self.graph.tensors[op.inputs[0]].storage] for op in ops)
-
-    @functools.cached_property
-    def written(self) -> frozenset[Node]:
-        """The primals that the step itself gives new values."""
-        return frozenset(primal for _, primal in new_values(self.module.graph, self.forward_outputs))
-
-    def tangents_of(self, outputs: frozenset[int]) -> frozenset[str]:
-        """The tangents, as targets of placeholders, that are the gradients of these outputs of the function."""
-        return frozenset(str(node.target) for node in self.tangents if output_of_tangent(node) in outputs)
-
-    def gradients_without(self, outputs: frozenset[int]) -> frozenset[int]:
-        """The gradients, as positions in ``backward_outputs``, that come through nothing but these outputs of the function."""
-        missing = {node for node in self.tangents if output_of_tangent(node) in outputs}
-        through: dict[Node, set[Node]] = {node: {node} for node in self.tangents}
-        for node in self.module.graph.nodes:
-            if node not in through:
-                through[node] = set().union(*(through[source] for source in node.all_input_nodes))
-        gradients = [through[node] if isinstance(node, Node) else set() for node in self.backward_outputs]
-        return frozenset(i for i, tangents in enumerate(gradients) if tangents and tangents <= missing)
 
 
 def from_joint(
@@ -233,7 +98,7 @@ def _updated_in_place(graph: torch.fx.Graph, forward_outputs: Sequence[Any]) -> 
     for value, primal in new_values(graph, forward_outputs):
         if set(value.users) != {output} or forward_outputs.count(value) > 1 or value.op != "call_function":
             continue
-        made = _producer(value)
+        made = producer(value)
         if made is value and _overwriting.counts_in_place(value, primal) and set(primal.users) == {value}:
             found[value] = primal
         elif _ops.training_batch_norm(made.target, made.args) and primal in made.args[3:5]:
@@ -242,22 +107,9 @@ def _updated_in_place(graph: torch.fx.Graph, forward_outputs: Sequence[Any]) -> 
     return found
 
 
-_ROOT = re.compile(r"^L\['[^']*'\]\.?|^L__self___?")
-_INDEX = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
-
-
-def module_path(node: Node) -> str:
-    """The user's module path of a node: ``"transformer.h.3.mlp"``; "" at the root or where it is unknown."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return ""
-    path, _kind = list(stack.values())[-1]
-    path = _ROOT.sub("", str(path))
-    path = _INDEX.sub(r".\1", path).replace("._modules.", ".").removeprefix("_modules.")
-    return path.strip(".")
-
-
 class _Reader:
+    """One reading of a joint graph, at given sizes: numbers tensors and storages as the ops make them."""
+
     def __init__(
         self,
         module: torch.fx.GraphModule,
@@ -292,7 +144,7 @@ class _Reader:
         # What may be done with tensors of any size, and not because two sizes happen to be equal here.
         self.any_sizes = unlike_any(symbols)
         self.symbols_seen: set[Symbol] = set()
-        self.calls: dict[Node, OpCall] = {}
+        self.calls = NodeCalls(sizes)
 
     def tensor(
         self, node: Node | None, value: torch.Tensor, name: str, *, on: int | None = None, role: TensorRole
@@ -338,7 +190,7 @@ class _Reader:
                 node.meta.setdefault("val", constant)
                 inputs.append(self.tensor(node, constant, node.name, role=TensorRole.BUFFER))
         self.given_storages = {self.tensor_list[t].storage for t in inputs}
-        ordered = self._execution_order()
+        ordered = execution_order(self.module.graph, self.tangents, self.forward_outputs, self.backward_outputs)
         ops, nodes, calls = [], [], []
         for node, phase in ordered:
             op, call = self._op(node, phase)
@@ -408,68 +260,6 @@ class _Reader:
                 (transient if mutation else user).append(self.node_tensor[node])
         return tuple(dict.fromkeys(user)), tuple(dict.fromkeys(transient))
 
-    def _execution_order(self) -> list[tuple[Node, Phase]]:
-        """Nodes in the order in which an unscheduled step runs them.
-
-        The joint graph lists forward-side ops that only the backward needs (views, transposes) early. Forward are the ops
-        that a forward output needs, and those that draw random numbers or have effects before the backward begins; the
-        backward is driven by the ops that depend on a tangent and those that draw or have effects there, and all the others
-        come right before the first one that needs them.
-        """
-        needed: set[Node] = set()
-        stack = [n for n in (*self.forward_outputs, *self.backward_outputs) if isinstance(n, Node)]
-        in_order = [n for n in self.module.graph.nodes if _keeps_its_place(n)]
-        stack += in_order
-        later = _effects.run_in_backward(self.module.graph)
-        forward_needs: set[Node] = set()
-        depends: set[Node] = set(self.tangents)
-        for node in self.module.graph.nodes:
-            if node.op == "call_function" and any(source in depends for source in node.all_input_nodes):
-                depends.add(node)
-        while stack:
-            node = stack.pop()
-            if node not in needed:
-                needed.add(node)
-                stack.extend(node.all_input_nodes)
-        stack = [n for n in self.forward_outputs if isinstance(n, Node)]
-        stack += [n for n in in_order if n not in depends and n not in later]
-        while stack:
-            node = stack.pop()
-            if node not in forward_needs:
-                forward_needs.add(node)
-                stack.extend(node.all_input_nodes)
-        if forward_needs & depends:
-            name = next(iter(forward_needs & depends)).name
-            raise CaptureError(f"the forward output {name} depends on the gradient of the loss")
-        body = [n for n in self.module.graph.nodes if n in needed and n.op == "call_function" and _computes(n)]
-        forward = [n for n in body if n in forward_needs]
-        last_module = max((i for i, n in enumerate(forward) if module_path(n)), default=len(forward))
-        order = [(n, Phase.LOSS if i > last_module else Phase.FORWARD) for i, n in enumerate(forward)]
-        placed = set(forward)
-        for driver in body:
-            if driver not in depends and not _keeps_its_place(driver):
-                continue
-            stack = [driver]
-            while stack:
-                node = stack[-1]
-                missing = [
-                    source
-                    for source in map(_producer, node.all_input_nodes)
-                    if source.op == "call_function" and _computes(source) and source not in placed
-                ]
-                if missing:
-                    stack.extend(missing)
-                    continue
-                stack.pop()
-                if node not in placed:
-                    placed.add(node)
-                    order.append((node, Phase.BACKWARD))
-        for node in body:  # gradients that do not depend on the tangents (constant ones)
-            if node not in placed:
-                placed.add(node)
-                order.append((node, Phase.BACKWARD))
-        return order
-
     def _op(self, node: Node, phase: Phase) -> tuple[Op, OpCall | None]:
         target = node.target
         if isinstance(target, HigherOrderOperator) and not _effects.has_effects(node):
@@ -502,7 +292,7 @@ class _Reader:
                     outputs.append(self.tensor(getter, item, name, on=lies, role=TensorRole.INTERMEDIATE))
             for user in duplicates:
                 self.node_tensor[user] = self.node_tensor[items[user.args[1]]]
-        random = _keeps_its_place(node)
+        random = keeps_its_place(node)
         made = sum(self.storages_anywhere[s] for s in {self.tensor_list[t].storage for t in outputs})
         # To draw again takes the generator's state from the first time: not worth it for a small result.
         not_worth_it = random and made < WORTH_DRAWING_AGAIN
@@ -519,7 +309,7 @@ class _Reader:
             module=module_path(node),
         )
         free = on is not None or not outputs or node.meta.get("remat_handed_over") or _effects.acts(node)
-        return op, None if free else self._call(node)
+        return op, None if free else self.calls.of(node)
 
     def _storage_of(self, node: Node) -> int:
         return self.tensor_list[self.node_tensor[node]].storage
@@ -564,94 +354,6 @@ class _Reader:
                 return False
         return True
 
-    def _call(self, node: Node) -> OpCall:
-        if node in self.calls:
-            return self.calls[node]
-        read: list[Node] = []
-
-        def plain(value: Any) -> Any:
-            if isinstance(value, Node):
-                found = value.meta.get("val")
-                if isinstance(found, torch.Tensor):
-                    read.append(value)
-                    return TensorSpec.of(found, self.sizes)
-                return self.sizes(found)
-            if isinstance(value, (tuple, list)):
-                return tuple(plain(v) for v in value) if isinstance(value, tuple) else [plain(v) for v in value]
-            if isinstance(value, dict):
-                return {key: plain(v) for key, v in value.items()}
-            return value
-
-        value = node.meta["val"]
-        values = value if isinstance(value, (tuple, list)) else (value,)
-        outputs = tuple(TensorSpec.of(v, self.sizes) for v in values if isinstance(v, torch.Tensor))
-        target: Callable[..., Any] = node.target  # type: ignore[assignment]
-        args, kwargs = plain(tuple(node.args)), plain(dict(node.kwargs))
-        call = self.calls[node] = OpCall(target, args, kwargs, outputs, self._sources(read))
-        return call
-
-    def _sources(self, read: Sequence[Node]) -> tuple[Source | None, ...]:
-        """Where the opaque ones among an op's inputs come from, and what else it reads of the ops that make those."""
-        made = [_made_by(node) for node in read]
-        opaque = {found[0] for node, found in zip(read, made, strict=True) if found is not None and _is_opaque(node)}
-        if not opaque:
-            return ()
-        return tuple(
-            Source(self._call(found[0]), found[1]) if found is not None and found[0] in opaque else None
-            for found in made
-        )
-
-
-def _computes(node: Node) -> bool:
-    """Whether a node is an op of the schedule: it makes tensors, or has an effect.
-
-    Sizes, items of tuples and tensors without memory are made where they are used.
-    """
-    made = isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)) or _effects.has_effects(node)
-    return made and node.target not in (operator.getitem, stand_in)
-
-
-def _keeps_its_place(node: Node) -> bool:
-    """Whether an op runs among its like in the captured order: it draws random numbers, or may have an effect."""
-    return node.op == "call_function" and (_ops.is_random(node.target) or _effects.has_effects(node))
-
-
-def _producer(node: Node) -> Node:
-    """The op that a node comes from: itself, or what an item was taken of."""
-    while node.op == "call_function" and node.target is operator.getitem and isinstance(node.args[0], Node):
-        node = node.args[0]
-    return node
-
-
-def _made_by(node: Node) -> tuple[Node, int] | None:
-    """The op that returns a tensor, and its place among the tensors that it returns; ``None`` where no op does."""
-    maker = _producer(node)
-    if maker.op != "call_function" or maker.target is stand_in or not is_tensor(node):
-        return None
-    if node is maker:
-        return maker, 0
-    values, place = maker.meta["val"], node.args[1]
-    if node.args[0] is not maker or any(isinstance(value, (tuple, list)) for value in values):
-        return None
-    return maker, sum(isinstance(value, torch.Tensor) for value in values[:place])
-
-
-def _is_opaque(node: Node) -> bool:
-    """Whether the values of a tensor are for those who know the op that made it.
-
-    Such are all results of an op but its first (a random state, a mask, the place of a maximum, what a kernel keeps for its
-    backward), whole numbers and truth values, and views of these: with others in their place, what reads them may fail, or
-    read where it must not. Numbers on the main path are plain data, and so is what the step is given.
-    """
-    made = _made_by(node)
-    if made is None:
-        return False
-    maker, place = made
-    if _ops.is_view(maker.target):
-        return any(_is_opaque(source) for source in maker.all_input_nodes[:1])
-    dtype = node.meta["val"].dtype
-    return place > 0 or not (dtype.is_floating_point or dtype.is_complex)
-
 
 def _gives_read_statistics(node: Node) -> bool:
     """Whether something may read the new running statistics of a batch norm later: evaluated again, it does not give them.
@@ -673,8 +375,3 @@ def _gives_read_statistics(node: Node) -> bool:
         else:
             found = True
     return found
-
-
-def target_name(target: Any) -> str:
-    """What an op is called: ``"aten.mm.default"``, or a function's name."""
-    return str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", str(target))

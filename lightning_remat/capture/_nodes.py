@@ -1,7 +1,9 @@
-"""What goes into a joint graph and comes out of it, and what AOTAutograd says of that: whose gradient or new value it is."""
+"""Nodes of a joint graph: what goes in and comes out, whose gradient or new value that is, where a node is from, its names."""
 
 from __future__ import annotations
 
+import operator
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,3 +57,30 @@ def new_values(graph: torch.fx.Graph, forward_outputs: Sequence[Any]) -> list[tu
             )
         found.append((value, primals[written]))
     return found
+
+
+def producer(node: Node) -> Node:
+    """The op that a node comes from: itself, or what an item was taken of."""
+    while node.op == "call_function" and node.target is operator.getitem and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node
+
+
+_ROOT = re.compile(r"^L\['[^']*'\]\.?|^L__self___?")
+_INDEX = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
+
+
+def module_path(node: Node) -> str:
+    """The user's module path of a node: ``"transformer.h.3.mlp"``; "" at the root or where it is unknown."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path, _kind = list(stack.values())[-1]
+    path = _ROOT.sub("", str(path))
+    path = _INDEX.sub(r".\1", path).replace("._modules.", ".").removeprefix("_modules.")
+    return path.strip(".")
+
+
+def target_name(target: Any) -> str:
+    """What an op is called: ``"aten.mm.default"``, or a function's name."""
+    return str(target) if isinstance(target, internals.OpOverload) else getattr(target, "__name__", str(target))

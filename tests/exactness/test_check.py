@@ -23,7 +23,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_remat import RematWarning, check
 from lightning_remat.callbacks import RematCallbackConfig
 from lightning_remat.callbacks.training_step import TrainingStep
-from lightning_remat.capture._joint import module_path
+from lightning_remat.capture._nodes import module_path
 from lightning_remat.capture._torch import Exchange, in_backward
 from lightning_remat.errors import ConfigError, InfeasibleBudgetError
 from lightning_remat.exactness import Cause, FirstDifference, Kind, State, Verdict

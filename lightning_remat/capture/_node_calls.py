@@ -1,0 +1,92 @@
+"""Ops of a joint graph as the calls that a cost model times: their shapes, and which ops make what cannot be made up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from lightning_remat.capture import _ops
+from lightning_remat.capture._call import OpCall, Source, TensorSpec
+from lightning_remat.capture._nodes import is_tensor, producer
+from lightning_remat.capture._sizes import Sizes
+from lightning_remat.capture.rewritings._unread import stand_in
+
+Node = torch.fx.Node
+
+
+class NodeCalls:
+    """The calls of one graph's ops at given sizes, each made once."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self._sizes = sizes
+        self._found: dict[Node, OpCall] = {}
+
+    def of(self, node: Node) -> OpCall:
+        """The call that a node is."""
+        if node in self._found:
+            return self._found[node]
+        read: list[Node] = []
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, Node):
+                found = value.meta.get("val")
+                if isinstance(found, torch.Tensor):
+                    read.append(value)
+                    return TensorSpec.of(found, self._sizes)
+                return self._sizes(found)
+            if isinstance(value, (tuple, list)):
+                return tuple(plain(v) for v in value) if isinstance(value, tuple) else [plain(v) for v in value]
+            if isinstance(value, dict):
+                return {key: plain(v) for key, v in value.items()}
+            return value
+
+        value = node.meta["val"]
+        values = value if isinstance(value, (tuple, list)) else (value,)
+        outputs = tuple(TensorSpec.of(v, self._sizes) for v in values if isinstance(v, torch.Tensor))
+        target: Callable[..., Any] = node.target  # type: ignore[assignment]
+        args, kwargs = plain(tuple(node.args)), plain(dict(node.kwargs))
+        call = self._found[node] = OpCall(target, args, kwargs, outputs, self._sources(read))
+        return call
+
+    def _sources(self, read: Sequence[Node]) -> tuple[Source | None, ...]:
+        """Where the opaque ones among an op's inputs come from, and what else it reads of the ops that make those."""
+        made = [_made_by(node) for node in read]
+        opaque = {found[0] for node, found in zip(read, made, strict=True) if found is not None and _is_opaque(node)}
+        if not opaque:
+            return ()
+        return tuple(
+            Source(self.of(found[0]), found[1]) if found is not None and found[0] in opaque else None for found in made
+        )
+
+
+def _made_by(node: Node) -> tuple[Node, int] | None:
+    """The op that returns a tensor, and its place among the tensors that it returns; ``None`` where no op does."""
+    maker = producer(node)
+    if maker.op != "call_function" or maker.target is stand_in or not is_tensor(node):
+        return None
+    if node is maker:
+        return maker, 0
+    values, place = maker.meta["val"], node.args[1]
+    if node.args[0] is not maker or any(isinstance(value, (tuple, list)) for value in values):
+        return None
+    return maker, sum(isinstance(value, torch.Tensor) for value in values[:place])
+
+
+def _is_opaque(node: Node) -> bool:
+    """Whether the values of a tensor are for those who know the op that made it.
+
+    Such are all results of an op but its first (a random state, a mask, the place of a maximum, what a kernel keeps for its
+    backward), whole numbers and truth values, and views of these: with others in their place, what reads them may fail, or
+    read where it must not. Numbers on the main path are plain data, and so is what the step is given.
+    """
+    made = _made_by(node)
+    if made is None:
+        return False
+    maker, place = made
+    if _ops.is_view(maker.target):
+        return any(_is_opaque(source) for source in maker.all_input_nodes[:1])
+    dtype = node.meta["val"].dtype
+    return place > 0 or not (dtype.is_floating_point or dtype.is_complex)
