@@ -92,7 +92,7 @@ class Backend:
             return module.forward
         if internals.sizes_from_floats(module):  # a plan is one for sizes that are known
             internals.floats_as_constants(module)
-        self.step.plans.progress("capturing")
+        self.step.plans.planning.progress("capturing")
         try:
             return _Handed(self, module, inputs, symbolic, code, in_checkpoints).captured()
         except Exception as error:  # whatever torch raises: the graph runs as before, and the reason is said

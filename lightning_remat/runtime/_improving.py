@@ -41,7 +41,9 @@ class Improving:
         plan = self._plans.all[graph.plan]
         fits, footprint = False, None
         if solution is not None and solution.schedule is not None and solution.seconds < plan.predicted_seconds:
-            fits, footprint = self._plans.as_allocated(graph.memory, plan.graph, solution.schedule, plan.budget_bytes)
+            fits, footprint = self._plans.planning.as_allocated(
+                graph.memory, plan.graph, solution.schedule, plan.budget_bytes
+            )
         if fits and solution is not None and solution.schedule is not None:
             plan = dataclasses.replace(
                 plan,
@@ -62,16 +64,16 @@ class Improving:
             return
         self.search = None
         if search.completed:  # the next run begins with the best, and does not search again
-            file = self._plans.cache.path(plan.graph, plan.budget_bytes, self._plans.config)
-            self._plans.cache.store(file, plan.solution(), plan.budget_bytes)
+            file = self._plans.planning.cache.path(plan.graph, plan.budget_bytes, self._plans.planning.config)
+            self._plans.planning.cache.store(file, plan.solution(), plan.budget_bytes)
 
     def _begin(self) -> None:
         """Look for something cheaper than a plan, unless that was done in an earlier run."""
-        config = self._plans.config
+        config = self._plans.planning.config
         while self.waiting and self.search is None:
             graph = self.waiting.pop(0)
             plan = self._plans.all[graph.plan]
-            known = self._plans.cache.path(plan.graph, plan.budget_bytes, config).exists()
+            known = self._plans.planning.cache.path(plan.graph, plan.budget_bytes, config).exists()
             smallest = parse_budget(config.budget).kind is BudgetKind.MIN
             if plan.rematerializes and plan.status is not Status.OPTIMAL and not known and not smallest:
                 self.search = Search(plan, config), graph

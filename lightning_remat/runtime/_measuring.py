@@ -132,7 +132,7 @@ class Measuring:
         try:
             self._paths.plan_anew(shapes, path)
         except InfeasibleBudgetError as error:
-            if parse_budget(self._plans.config.budget).kind is not BudgetKind.AUTO:
+            if parse_budget(self._plans.planning.config.budget).kind is not BudgetKind.AUTO:
                 raise
             # What was measured has run: the device has room for it, though not as much as was to be left free.
             put_back()
@@ -144,7 +144,7 @@ class Measuring:
         self._paths.settle(shapes, path)
 
     def _possible(self) -> bool:
-        if not self._call.ran or self._plans.agreement is not None or self._several_backwards:
+        if not self._call.ran or self._plans.planning.agreement is not None or self._several_backwards:
             return False
         if any(graph.accumulator is not None for graph in self._call.path):  # its call is known to be the whole step
             return False
@@ -152,7 +152,7 @@ class Measuring:
 
     def _held_at_start(self) -> int:
         """What is on the device when a step begins, but for what it is given, as far as that is known."""
-        around = self._plans.surroundings()
+        around = self._plans.planning.surroundings()
         if around.module_bytes:
             return around.held_bytes + around.state_bytes
         graphs = self._plans.graphs

@@ -145,7 +145,7 @@ class Paths:
             return False
         if (shapes, path) in self.beside:
             return True
-        budget = parse_budget(self._plans.config.budget)
+        budget = parse_budget(self._plans.planning.config.budget)
         of_each = budget.kind is BudgetKind.MIN or (budget.kind is BudgetKind.SHARE and budget.value != 1)
         shared = sum(len(graph.weights) for graph in path) > len({key for graph in path for key in graph.weights})
         return of_each or shared or any(plan.rematerializes or FOR_ONCE in plan.notes for plan in self._plans.ran)
@@ -174,7 +174,9 @@ class Paths:
             }
             self._settled.keep(lambda key, _: not _begin_alike(key, shapes, path))
         except ScheduleError as error:
-            self._plans.refused(parts[0].graph, str(error), "its graphs keep the plans that were made for each")
+            self._plans.planning.refused(
+                parts[0].graph, str(error), "its graphs keep the plans that were made for each"
+            )
             return
         for i in range(len(fixed), len(path)):
             number = self._plans.add(plans[i], path[i], parts[i].captured)

@@ -1,40 +1,30 @@
-"""The plans of one step, and how each is made: costs, what lies around the graph, the device's memory, the budget."""
+"""The plans of one step: which there are, which ran last, which runs next."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
-
-from lightning_remat.allocator import Footprint
-from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.capture import _torch as internals
-from lightning_remat.cost import CostCache, OpCost, cost_model
 from lightning_remat.errors import InfeasibleBudgetError, ScheduleError
 from lightning_remat.graph import ComputationGraph
-from lightning_remat.planner._config import RematConfig
-from lightning_remat.planner._device_memory import DeviceAllocator, DeviceMemory, allocated_bytes
+from lightning_remat.planner._device_memory import DeviceMemory
 from lightning_remat.planner._late import with_late_gradients
-from lightning_remat.planner._make import UNPLANNED, AtHand, Progress, make_plan, unplanned
-from lightning_remat.planner._plan import Plan, with_beside
-from lightning_remat.planner._plan_cache import PlanCache, fingerprint
+from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._surroundings import Surroundings, Weights, replay_bytes
-from lightning_remat.planner._together import Part, kept_bytes, plan_together
-from lightning_remat.runtime._agreement import Agreement
+from lightning_remat.planner._together import Part
 from lightning_remat.runtime._call import Call, Shapes
 from lightning_remat.runtime._graph import Graph
 from lightning_remat.runtime._moving import WATCHED_RUNS
+from lightning_remat.runtime._planning import Planning
 from lightning_remat.runtime._reasons import Reasons
 from lightning_remat.runtime._recent import Recent
 from lightning_remat.runtime._sized_plans import SizedPlan, SizedPlans
-from lightning_remat.schedule import Schedule
 
 log = logging.getLogger(__name__)
 
@@ -44,22 +34,15 @@ EAGER_EXTRA = 1.25
 SECONDS_A_SIZE = 3.0
 """Time limit of a plan for one of many sizes, where that is enough to find one."""
 
-_Answer = TypeVar("_Answer")
-
 
 class Plans:
-    """All graphs of a step, their plans, and what makes these.
+    """The graphs of a step and their plans: which there are, which ran, which runs next.
 
     Args:
-        config: how to plan.
-        reasons: told what is refused.
+        planning: makes them.
+        reasons: names the step.
         call: the present one.
-        surroundings: asked when a graph is planned: what the device holds beside it.
         on_plan: called with every new plan.
-        progress: told in words what is being done.
-        agreement: with the other processes that train the same model; measures and plans each graph in one of them.
-        reserved: the budget is one of what a CUDA device's allocator reserves, not of what it has allocated.
-        at_hand: schedules that are known before anything is captured.
 
     Attributes:
         all: the plans, in the order in which they were made.
@@ -71,35 +54,16 @@ class Plans:
     """
 
     def __init__(
-        self,
-        config: RematConfig,
-        reasons: Reasons,
-        call: Call,
-        *,
-        surroundings: Callable[[], Surroundings],
-        on_plan: Callable[[Plan], None] | None,
-        progress: Progress,
-        agreement: Agreement | None,
-        reserved: bool,
-        at_hand: AtHand | None,
+        self, planning: Planning, reasons: Reasons, call: Call, on_plan: Callable[[Plan], None] | None = None
     ) -> None:
-        self.config = config
+        self.planning = planning
         self.all: list[Plan] = []
         self.runs: list[int] = []
         self.graphs: list[Graph] = []
         self.limit: int | None = None
         self.plain: Recent[Shapes, int] = Recent()
         self.seconds = 0.0
-        self.cache = PlanCache()
-        self.agreement = agreement
-        self.progress = progress
-        self.surroundings = surroundings
-        self.reserved = reserved
-        self.allocator = DeviceAllocator(config.allocator)
-        self._reasons, self._call = reasons, call
-        self._on_plan, self._at_hand = on_plan, at_hand
-        self._costs = CostCache()
-        self._unnamed: dict[torch.device, int] = {}  # bytes that are allocated beside what is known, by device
+        self._reasons, self._call, self._on_plan = reasons, call, on_plan
         self._last: Plan | tuple[SizedPlans, SizedPlan] | None = None
 
     @property
@@ -109,11 +73,6 @@ class Plans:
             plans, sized = self._last
             return plans.plan(sized)
         return self._last
-
-    @property
-    def fixed(self) -> bool:
-        """Whether the budget is so many bytes, not a share of something that depends on the step."""
-        return parse_budget(self.config.budget).kind in (BudgetKind.AUTO, BudgetKind.SIZE)
 
     @property
     def ran(self) -> list[Plan]:
@@ -145,7 +104,7 @@ class Plans:
             plan, before = self.all[number], graph.problem.resident_bytes
             graph.problem = graph.problem.replace(resident_bytes=before - spare)
             if plan.graph.resident_bytes == before:  # not where the plan evaluates nothing again, and copies nothing
-                self.all[number] = self._with_beside(graph, plan, -spare)
+                self.all[number] = self.planning.with_beside(plan, graph.memory, -spare)
 
     # -- making plans -------------------------------------------------------------------------------------------------
 
@@ -153,52 +112,15 @@ class Plans:
         self, captured: CapturedGraph, weights: Weights, whole: bool, room_bytes: int
     ) -> tuple[CapturedGraph, ComputationGraph, Plan, Surroundings, DeviceMemory | None]:
         """The graph with costs, the same with what lies around it, its plan, what lies around it, and the device's memory."""
-        captured, cost_seconds = self.measured(captured)
+        captured, cost_seconds = self.planning.measured(captured)
         captured = with_late_gradients(captured)
-        around, memory = self._on_device(captured, self.surroundings())
+        begins = not (any(self.runs) or self.plain or self._call.ran)
+        around, memory = self.planning.on_device(captured, alone=not self._call.ran, begins=begins)
         problem, plan = self.made(
             captured, weights, around, memory, cost_seconds=cost_seconds, whole=whole, room_bytes=room_bytes
         )
-        self.allocator.arrange(plan.footprint, captured.device)
+        self.planning.allocator.arrange(plan.footprint, captured.device)
         return captured, problem, plan, around, memory
-
-    def _on_device(self, captured: CapturedGraph, around: Surroundings) -> tuple[Surroundings, DeviceMemory | None]:
-        """On a CUDA device: what else is allocated there counts too (workspaces of libraries, the user's own tensors)."""
-        device = captured.device
-        if device not in self._unnamed:
-            known = max(around.held_bytes, captured.static_bytes) + captured.batch_bytes
-            unnamed = allocated_bytes(device) - known if device.type == "cuda" and not self._call.ran else 0
-            self._unnamed[device] = max(0, unnamed)
-        around = dataclasses.replace(around, resident_bytes=around.resident_bytes + self._unnamed[device])
-        begins = not (any(self.runs) or self.plain or self._call.ran)
-        return around, self.allocator.memory(device, state_bytes=around.state_bytes, begins=begins)
-
-    def measured(self, captured: CapturedGraph) -> tuple[CapturedGraph, float]:
-        """The graph with costs, and the seconds that it took to find them."""
-        started = time.monotonic()
-        device = captured.device
-        self.progress("measuring every operation")
-        model = cost_model(
-            self.config.cost_model,
-            cache=self._costs,
-            progress=functools.partial(self._measuring, started),
-        )
-        costs = self._agreed(
-            lambda: f"costs {fingerprint(captured.graph)}",
-            lambda: model(captured.calls, device),
-            lambda found: [one.to_list() for one in found],
-            lambda data: [OpCost.from_list(one) for one in data],
-        )
-        captured = captured.with_costs(
-            [c.seconds for c in costs], [c.workspace_bytes for c in costs], [c.real_bytes for c in costs]
-        )
-        captured = dataclasses.replace(captured, graph=captured.graph.replace(device=str(device)))
-        return captured, time.monotonic() - started
-
-    def _measuring(self, started: float, done: int, total: int) -> None:
-        left = (time.monotonic() - started) / done * (total - done)
-        about = f", about {left:.0f} s left" if left >= 1 else ""
-        self.progress(f"measuring operation {done} of {total}{about}")
 
     def made(
         self,
@@ -206,77 +128,15 @@ class Plans:
         weights: Weights,
         around: Surroundings,
         memory: DeviceMemory | None,
-        *,
-        cost_seconds: float = 0.0,
-        most_seconds: float = math.inf,
-        whole: bool = True,
-        room_bytes: int = 0,
+        **others: Any,
     ) -> tuple[ComputationGraph, Plan]:
-        """A graph with what lies around it, and its plan.
-
-        ``room_bytes`` are for copies in its first runs (`MovingBuffers`), where something is evaluated again.
-        """
-        config = dataclasses.replace(self.config, time_limit=min(self.config.time_limit, most_seconds))
-        earlier = [(self.all[number].graph, graph.weights) for graph, number in self._call.ran]
-        kept = sum(kept_bytes(self.all[number]) for _, number in self._call.ran)
-        graph = around.put_around(captured, weights, earlier, kept_bytes=kept)
-        graph = graph.replace(resident_bytes=graph.resident_bytes + room_bytes)
-        replayed = replay_bytes(captured) + room_bytes
-        alike = (graph, graph.replace(resident_bytes=graph.resident_bytes - replayed))
-        same = [known for known in self.all if known.graph in alike]
-        if same:  # captured again for another reason than its shapes
-            return graph, min(same, key=lambda known: known.predicted_seconds)
-        record: dict[str, Any] = {
-            "replay_bytes": replayed,
-            "held_bytes": around.held_bytes + captured.batch_bytes,
-            "cost_seconds": cost_seconds,
-            "progress": self.progress,
-            "cache": self.cache,
-            "memory": memory,
-            "reserved": self.reserved,
-            "at_hand": self._at_hand,
-        }
-
-        def make() -> Plan:
-            try:
-                return make_plan(graph, config, part=bool(earlier) or not whole, **record)
-            except ScheduleError as error:
-                return unplanned(graph, config, str(error), held_bytes=record["held_bytes"])
-
-        plan = self._agreed(
-            lambda: f"plan {fingerprint(graph)}",
-            make,
-            Plan.to_dict,
-            lambda data: Plan.from_dict(data, ComputationGraph.from_dict(data["graph"])),
-        )
-        log.info("%s: %s", self._reasons.name or "captured graph", plan.summary())
-        if plan.solver == UNPLANNED:
-            self.refused(plan.graph, plan.notes[0], "it runs without rematerialization")
-        return graph, plan
+        """A graph with what lies around it in the present call, and its plan (see `Planning.made`)."""
+        earlier = [(self.all[number], graph.weights) for graph, number in self._call.ran]
+        return self.planning.made(captured, weights, around, memory, known=self.all, earlier=earlier, **others)
 
     def together(self, parts: Sequence[Part], fixed: Sequence[int], memory: DeviceMemory | None) -> list[Plan]:
         """Plans for the graphs of a call as one; the first of them keep their plans, of these numbers."""
-        schedules = [self.all[number].schedule for number in fixed]
-
-        def make() -> list[Plan]:
-            return plan_together(
-                parts,
-                self.config,
-                fixed=schedules,
-                held_bytes=parts[0].around.held_bytes + parts[0].captured.batch_bytes,
-                progress=self.progress,
-                cache=self.cache,
-                memory=memory,
-                reserved=self.reserved,
-            )
-
-        facts = [schedule.to_dict() for schedule in schedules]
-        return self._agreed(
-            lambda: " ".join(["plans", *(fingerprint(part.graph, facts) for part in parts)]),
-            make,
-            lambda plans: [plan.to_dict() for plan in plans],
-            lambda found: [Plan.from_dict(data, ComputationGraph.from_dict(data["graph"])) for data in found],
-        )
+        return self.planning.together(parts, [self.all[number].schedule for number in fixed], memory)
 
     def again(self, graph: Graph, *, part: bool = False) -> None:
         """A plan for a graph within the budget that was come down to, or with room for what is copied, if its own has not.
@@ -284,22 +144,14 @@ class Plans:
         A part of a call for which there is none keeps the one that it has.
         """
         plan = self.all[graph.plan]
-        copies = 0 if self.agreement is not None else graph.buffers.unplanned_bytes
+        copies = 0 if self.planning.agreement is not None else graph.buffers.unplanned_bytes
         limit = plan.budget_bytes if self.limit is None and (copies or graph.crowded) else self.limit
         if graph.sized is not None or graph.stays or limit is None or plan.predicted_peak_bytes + copies <= limit:
             return  # plans for symbolic sizes are chosen for each call
         graph.problem = graph.problem.replace(resident_bytes=graph.problem.resident_bytes + copies)
         graph.buffers.planned_bytes += copies
         try:
-            made = make_plan(
-                graph.problem,
-                self.config,
-                replay_bytes=replay_bytes(graph.captured),
-                progress=self.progress,
-                cache=self.cache,
-                memory=graph.memory,
-                reserved=self.reserved,
-            )
+            made = self.planning.again(graph.problem, graph.captured, graph.memory)
         except InfeasibleBudgetError:
             if not part:
                 raise
@@ -307,7 +159,7 @@ class Plans:
             return
         except ScheduleError as error:
             graph.stays = True
-            self.refused(graph.problem, str(error), "the plan at hand stays")
+            self.planning.refused(graph.problem, str(error), "the plan at hand stays")
             return
         graph.plan = self.add(made, graph)
         log.info(
@@ -316,10 +168,6 @@ class Plans:
             "with copies" if copies or graph.crowded else "within less",
             made.summary(),
         )
-
-    def refused(self, graph: ComputationGraph, reason: str, instead: str) -> None:
-        """The verifier refuses what is found for a graph."""
-        self._reasons.refused(graph, reason, instead, self.config.budget, self.cache)
 
     def number_of(self, plan: Plan) -> int:
         """A plan's number; one that is new is added, not yet ready to run."""
@@ -336,7 +184,7 @@ class Plans:
         self.runs.append(0)
         number = len(self.all) - 1
         graph.add(number, captured, plan.schedule)
-        self.allocator.arrange(plan.footprint, captured.device)
+        self.planning.allocator.arrange(plan.footprint, captured.device)
         self.tell(plan)
         return number
 
@@ -344,32 +192,6 @@ class Plans:
         """Hand a new plan on."""
         if self._on_plan is not None:
             self._on_plan(plan)
-
-    def as_allocated(
-        self, memory: DeviceMemory | None, graph: ComputationGraph, schedule: Schedule, budget_bytes: int
-    ) -> tuple[bool, Footprint | None]:
-        """Whether a schedule fits as the device's allocator sees it, and what that makes of it."""
-        if memory is None:
-            return True, None
-        footprint = memory.footprint(graph, schedule, budget_bytes if self.reserved else None)
-        return footprint.fits and (self.reserved or footprint.allocated_bytes <= budget_bytes), footprint
-
-    def _with_beside(self, graph: Graph, plan: Plan, nbytes: int, budget_bytes: int = 0) -> Plan:
-        plan = with_beside(plan, nbytes, budget_bytes)
-        _, footprint = self.as_allocated(graph.memory, plan.graph, plan.schedule, plan.budget_bytes)
-        return dataclasses.replace(plan, footprint=footprint)
-
-    def _agreed(
-        self,
-        question: Callable[[], str],
-        answer: Callable[[], _Answer],
-        encode: Callable[[_Answer], Any],
-        decode: Callable[[Any], _Answer],
-    ) -> _Answer:
-        """``answer()``, found in one of the processes that train together and handed to the others as plain data."""
-        if self.agreement is None:
-            return answer()
-        return decode(self.agreement.once(question(), lambda: encode(answer())))
 
     # -- sizes that vary ----------------------------------------------------------------------------------------------
 
@@ -393,18 +215,18 @@ class Plans:
 
         def measure(captured: CapturedGraph) -> CapturedGraph:
             with internals.real_tensors():
-                return self.measured(captured)[0]
+                return self.planning.measured(captured)[0]
 
         return SizedPlans(
             captured,
             number,
             self.all[number],
-            shared=self.fixed,
-            share=self._share,
+            shared=self.planning.budget_is_fixed,
+            share=self.planning.share,
             measure=measure,
             surround=surround,
             make=make,
-            allocated=functools.partial(self.as_allocated, graph.memory),
+            allocated=functools.partial(self.planning.as_allocated, graph.memory),
         )
 
     def of_these_sizes(self, graph: Graph, args: Sequence[Any]) -> tuple[int, SizedPlan]:
@@ -415,13 +237,6 @@ class Plans:
         self.seconds += time.monotonic() - started
         return sized.number, sized
 
-    def _share(self, floor_bytes: int, baseline_bytes: int) -> int:
-        """The budget of a step, where it is a share; 0 where it is not known before something is solved."""
-        budget = parse_budget(self.config.budget)
-        if budget.kind is not BudgetKind.SHARE:
-            return 0
-        return budget.resolve(floor_bytes, baseline_bytes, int, int)
-
     # -- another budget -----------------------------------------------------------------------------------------------
 
     def come_down(self, budget_bytes: int) -> None:
@@ -430,7 +245,7 @@ class Plans:
         for graph in self.graphs:
             if graph.sized is not None:
                 graph.sized.come_down(budget_bytes)
-        self.config = dataclasses.replace(self.config, budget=budget_bytes)
+        self.planning.config = dataclasses.replace(self.planning.config, budget=budget_bytes)
         self.plain.keep(
             lambda shapes, number: (
                 shapes != self._call.shapes and self.all[number].baseline_peak_bytes * EAGER_EXTRA <= budget_bytes
@@ -439,14 +254,14 @@ class Plans:
 
     def count(self, nbytes: int) -> None:
         """So much more is held beside all graphs; a budget that is a share, or ``"min"``, is the larger for it."""
-        larger = nbytes if self.limit is None and not self.fixed else 0
+        larger = nbytes if self.limit is None and not self.planning.budget_is_fixed else 0
         for graph in self.graphs:
             graph.around = dataclasses.replace(graph.around, resident_bytes=graph.around.resident_bytes + nbytes)
             graph.problem = graph.problem.replace(resident_bytes=graph.problem.resident_bytes + nbytes)
             graph.crowded = True
         owners = {number: graph for graph in self.graphs for number in graph.versions}
         for number, graph in owners.items():
-            plan = self._with_beside(graph, self.all[number], nbytes, larger)
+            plan = self.planning.with_beside(self.all[number], graph.memory, nbytes, larger)
             if self._last is self.all[number]:
                 self._last = plan
             self.all[number] = plan

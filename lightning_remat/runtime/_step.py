@@ -34,6 +34,7 @@ from lightning_remat.runtime._captures import Captures
 from lightning_remat.runtime._improving import Improving
 from lightning_remat.runtime._measuring import Measuring
 from lightning_remat.runtime._paths import Paths
+from lightning_remat.runtime._planning import Planning
 from lightning_remat.runtime._plans import Plans, fits_as_it_is
 from lightning_remat.runtime._reasons import Reasons
 from lightning_remat.runtime._running import Step
@@ -99,17 +100,16 @@ class ScheduledStep:
         budget = parse_budget(config.budget)
         self._reasons = Reasons(name)
         self._call = Call()
-        self._plans = Plans(
+        planning = Planning(
             config,
             self._reasons,
-            self._call,
             surroundings=surroundings or Surroundings,
-            on_plan=on_plan,
             progress=progress or (lambda _text: None),
             agreement=agreement,
             reserved=budget.kind is BudgetKind.AUTO if reserved is None else reserved,
             at_hand=at_hand,
         )
+        self._plans = Plans(planning, self._reasons, self._call, on_plan)
         asked = int(budget.value or 0) if budget.kind is BudgetKind.SIZE else None
         self._paths = Paths(self._plans, self._call, self._reasons, asked)
         self._measuring = Measuring(self._plans, self._paths, self._call, name, several_backwards)
@@ -123,12 +123,12 @@ class ScheduledStep:
     @property
     def config(self) -> RematConfig:
         """How it plans: as it was told, or within the budget that was come down to."""
-        return self._plans.config
+        return self._plans.planning.config
 
     @property
     def agreement(self) -> Agreement | None:
         """With the other processes that train the same model."""
-        return self._plans.agreement
+        return self._plans.planning.agreement
 
     @property
     def planning_seconds(self) -> float:
@@ -210,7 +210,7 @@ class ScheduledStep:
         self.end_measured()  # measuring costs needs what measures a step
         self._paths.forget_through(set(others))
         for graph, other in others.items():
-            graph.captured = with_late_gradients(self._plans.measured(other)[0])
+            graph.captured = with_late_gradients(self._plans.planning.measured(other)[0])
         try:
             if len(path) > 1 or (shapes, path) in self._paths.beside:
                 self._paths.plan_anew(shapes, path)
@@ -298,7 +298,7 @@ class ScheduledStep:
     def close(self) -> None:
         """End what still searches beside the training, and leave the allocator as it was; the plans at hand stay."""
         self.end_measured()
-        self._plans.allocator.put_back()
+        self._plans.planning.allocator.put_back()
         self._improving.close()
 
     def begin_anew(self) -> None:
@@ -358,13 +358,13 @@ class ScheduledStep:
                 for graph in graphs:
                     self._plans.again(graph)
 
-        before = self._plans.config
+        before = self._plans.planning.config
         self._paths.come_down(budget_bytes)
         try:
             plan_again()
         except InfeasibleBudgetError as error:
             if error.smallest_bytes >= largest.predicted_peak_bytes:
-                self._plans.config = before
+                self._plans.planning.config = before
                 raise
             budget_bytes = error.smallest_bytes
             self._paths.come_down(budget_bytes)

@@ -1,0 +1,266 @@
+"""How a graph of a step is planned: what it costs, what lies around it, the device's memory, the budget, and who plans it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from lightning_remat.allocator import Footprint
+from lightning_remat.budget import BudgetKind, parse_budget
+from lightning_remat.capture import CapturedGraph
+from lightning_remat.cost import CostCache, OpCost, cost_model
+from lightning_remat.errors import ScheduleError
+from lightning_remat.graph import ComputationGraph
+from lightning_remat.planner._config import RematConfig
+from lightning_remat.planner._device_memory import DeviceAllocator, DeviceMemory, allocated_bytes
+from lightning_remat.planner._make import UNPLANNED, AtHand, Progress, make_plan, unplanned
+from lightning_remat.planner._plan import Plan, with_beside
+from lightning_remat.planner._plan_cache import PlanCache, fingerprint
+from lightning_remat.planner._surroundings import Surroundings, Weights, replay_bytes
+from lightning_remat.planner._together import Part, kept_bytes, plan_together
+from lightning_remat.runtime._agreement import Agreement
+from lightning_remat.runtime._reasons import Reasons
+from lightning_remat.schedule import Schedule
+
+log = logging.getLogger(__name__)
+
+Earlier = Sequence[tuple[Plan, Weights]]
+"""What has run in a call before a graph of it: the plans, and the parameters that each gives gradients."""
+
+_Answer = TypeVar("_Answer")
+
+
+class Planning:
+    """Makes plans for graphs; keeps none of them.
+
+    Args:
+        config: how to plan.
+        reasons: told what is refused.
+        surroundings: asked when a graph is planned: what the device holds beside it.
+        progress: told in words what is being done.
+        agreement: with the other processes that train the same model; measures and plans each graph in one of them.
+        reserved: the budget is one of what a CUDA device's allocator reserves, not of what it has allocated.
+        at_hand: schedules that are known before anything is captured.
+
+    Attributes:
+        config: as it was given, or within the budget that was come down to.
+        cache: of plans of earlier runs.
+        allocator: of the device, as plans have it arranged.
+    """
+
+    def __init__(
+        self,
+        config: RematConfig,
+        reasons: Reasons,
+        *,
+        surroundings: Callable[[], Surroundings],
+        progress: Progress,
+        agreement: Agreement | None,
+        reserved: bool,
+        at_hand: AtHand | None,
+    ) -> None:
+        self.config = config
+        self.cache = PlanCache()
+        self.allocator = DeviceAllocator(config.allocator)
+        self.agreement, self.progress, self.surroundings = agreement, progress, surroundings
+        self._reasons, self._reserved, self._at_hand = reasons, reserved, at_hand
+        self._costs = CostCache()
+        self._unnamed: dict[torch.device, int] = {}  # bytes that are allocated beside what is known, by device
+
+    @property
+    def budget_is_fixed(self) -> bool:
+        """Whether the budget is so many bytes, not a share of something that depends on the step."""
+        return parse_budget(self.config.budget).kind in (BudgetKind.AUTO, BudgetKind.SIZE)
+
+    def share(self, floor_bytes: int, baseline_bytes: int) -> int:
+        """The budget of a step, where it is a share; 0 where it is not known before something is solved."""
+        budget = parse_budget(self.config.budget)
+        if budget.kind is not BudgetKind.SHARE:
+            return 0
+        return budget.resolve(floor_bytes, baseline_bytes, int, int)
+
+    def on_device(
+        self, captured: CapturedGraph, *, alone: bool, begins: bool
+    ) -> tuple[Surroundings, DeviceMemory | None]:
+        """What lies around a graph, and on a CUDA device its memory.
+
+        What else is allocated there counts too (workspaces of libraries, the user's own tensors).
+
+        Args:
+            captured: the graph.
+            alone: no other graph of the call has run.
+            begins: nothing has run at all.
+        """
+        around = self.surroundings()
+        device = captured.device
+        if device not in self._unnamed:
+            known = max(around.held_bytes, captured.static_bytes) + captured.batch_bytes
+            unnamed = allocated_bytes(device) - known if device.type == "cuda" and alone else 0
+            self._unnamed[device] = max(0, unnamed)
+        around = dataclasses.replace(around, resident_bytes=around.resident_bytes + self._unnamed[device])
+        return around, self.allocator.memory(device, state_bytes=around.state_bytes, begins=begins)
+
+    def measured(self, captured: CapturedGraph) -> tuple[CapturedGraph, float]:
+        """The graph with costs, and the seconds that it took to find them."""
+        started = time.monotonic()
+        device = captured.device
+        self.progress("measuring every operation")
+        model = cost_model(
+            self.config.cost_model,
+            cache=self._costs,
+            progress=functools.partial(self._measuring, started),
+        )
+        costs = self._agreed(
+            lambda: f"costs {fingerprint(captured.graph)}",
+            lambda: model(captured.calls, device),
+            lambda found: [one.to_list() for one in found],
+            lambda data: [OpCost.from_list(one) for one in data],
+        )
+        captured = captured.with_costs(
+            [c.seconds for c in costs], [c.workspace_bytes for c in costs], [c.real_bytes for c in costs]
+        )
+        captured = dataclasses.replace(captured, graph=captured.graph.replace(device=str(device)))
+        return captured, time.monotonic() - started
+
+    def _measuring(self, started: float, done: int, total: int) -> None:
+        left = (time.monotonic() - started) / done * (total - done)
+        about = f", about {left:.0f} s left" if left >= 1 else ""
+        self.progress(f"measuring operation {done} of {total}{about}")
+
+    def made(
+        self,
+        captured: CapturedGraph,
+        weights: Weights,
+        around: Surroundings,
+        memory: DeviceMemory | None,
+        *,
+        known: Sequence[Plan],
+        earlier: Earlier,
+        cost_seconds: float = 0.0,
+        most_seconds: float = math.inf,
+        whole: bool = True,
+        room_bytes: int = 0,
+    ) -> tuple[ComputationGraph, Plan]:
+        """A graph with what lies around it, and its plan.
+
+        Args:
+            captured: the graph, with costs.
+            weights: bytes of the parameters that it gives gradients, by identity.
+            around: what lies around it.
+            memory: the device's.
+            known: plans that are there already.
+            earlier: what has run before it in the call.
+            cost_seconds: that measuring took.
+            most_seconds: that solving may take, beside the time limit.
+            whole: the graph is the whole function.
+            room_bytes: for copies in its first runs (`MovingBuffers`), where something is evaluated again.
+        """
+        config = dataclasses.replace(self.config, time_limit=min(self.config.time_limit, most_seconds))
+        kept = sum(kept_bytes(plan) for plan, _ in earlier)
+        graph = around.put_around(captured, weights, [(plan.graph, own) for plan, own in earlier], kept_bytes=kept)
+        graph = graph.replace(resident_bytes=graph.resident_bytes + room_bytes)
+        replayed = replay_bytes(captured) + room_bytes
+        alike = (graph, graph.replace(resident_bytes=graph.resident_bytes - replayed))
+        same = [plan for plan in known if plan.graph in alike]
+        if same:  # captured again for another reason than its shapes
+            return graph, min(same, key=lambda plan: plan.predicted_seconds)
+        record: dict[str, Any] = {
+            "replay_bytes": replayed,
+            "held_bytes": around.held_bytes + captured.batch_bytes,
+            "cost_seconds": cost_seconds,
+            "progress": self.progress,
+            "cache": self.cache,
+            "memory": memory,
+            "reserved": self._reserved,
+            "at_hand": self._at_hand,
+        }
+
+        def make() -> Plan:
+            try:
+                return make_plan(graph, config, part=bool(earlier) or not whole, **record)
+            except ScheduleError as error:
+                return unplanned(graph, config, str(error), held_bytes=record["held_bytes"])
+
+        plan = self._agreed(
+            lambda: f"plan {fingerprint(graph)}",
+            make,
+            Plan.to_dict,
+            lambda data: Plan.from_dict(data, ComputationGraph.from_dict(data["graph"])),
+        )
+        log.info("%s: %s", self._reasons.name or "captured graph", plan.summary())
+        if plan.solver == UNPLANNED:
+            self.refused(plan.graph, plan.notes[0], "it runs without rematerialization")
+        return graph, plan
+
+    def together(self, parts: Sequence[Part], fixed: Sequence[Schedule], memory: DeviceMemory | None) -> list[Plan]:
+        """Plans for the graphs of a call as one; the first of them keep these schedules."""
+
+        def make() -> list[Plan]:
+            return plan_together(
+                parts,
+                self.config,
+                fixed=fixed,
+                held_bytes=parts[0].around.held_bytes + parts[0].captured.batch_bytes,
+                progress=self.progress,
+                cache=self.cache,
+                memory=memory,
+                reserved=self._reserved,
+            )
+
+        facts = [schedule.to_dict() for schedule in fixed]
+        return self._agreed(
+            lambda: " ".join(["plans", *(fingerprint(part.graph, facts) for part in parts)]),
+            make,
+            lambda plans: [plan.to_dict() for plan in plans],
+            lambda found: [Plan.from_dict(data, ComputationGraph.from_dict(data["graph"])) for data in found],
+        )
+
+    def again(self, graph: ComputationGraph, captured: CapturedGraph, memory: DeviceMemory | None) -> Plan:
+        """Another plan for a graph with what lies around it, within the budget as it is now."""
+        return make_plan(
+            graph,
+            self.config,
+            replay_bytes=replay_bytes(captured),
+            progress=self.progress,
+            cache=self.cache,
+            memory=memory,
+            reserved=self._reserved,
+        )
+
+    def as_allocated(
+        self, memory: DeviceMemory | None, graph: ComputationGraph, schedule: Schedule, budget_bytes: int
+    ) -> tuple[bool, Footprint | None]:
+        """Whether a schedule fits as the device's allocator sees it, and what that makes of it."""
+        if memory is None:
+            return True, None
+        footprint = memory.footprint(graph, schedule, budget_bytes if self._reserved else None)
+        return footprint.fits and (self._reserved or footprint.allocated_bytes <= budget_bytes), footprint
+
+    def with_beside(self, plan: Plan, memory: DeviceMemory | None, nbytes: int, budget_bytes: int = 0) -> Plan:
+        """A plan beside which so much more is held, of a budget that is so much larger."""
+        plan = with_beside(plan, nbytes, budget_bytes)
+        _, footprint = self.as_allocated(memory, plan.graph, plan.schedule, plan.budget_bytes)
+        return dataclasses.replace(plan, footprint=footprint)
+
+    def refused(self, graph: ComputationGraph, reason: str, instead: str) -> None:
+        """The verifier refuses what is found for a graph."""
+        self._reasons.refused(graph, reason, instead, self.config.budget, self.cache)
+
+    def _agreed(
+        self,
+        question: Callable[[], str],
+        answer: Callable[[], _Answer],
+        encode: Callable[[_Answer], Any],
+        decode: Callable[[Any], _Answer],
+    ) -> _Answer:
+        """``answer()``, found in one of the processes that train together and handed to the others as plain data."""
+        if self.agreement is None:
+            return answer()
+        return decode(self.agreement.once(question(), lambda: encode(answer())))
