@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 
@@ -82,6 +83,13 @@ def test_the_contracts_between_rooms_hold() -> None:
     command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command as run; run()", "--no-cache"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_picture_of_the_house_is_drawn_from_it() -> None:
+    pytest.importorskip("grimp")
+    drawn = runpy.run_path(str(ROOT / "docs" / "house.py"))["picture"]()
+    assert drawn == (ROOT / "docs" / "house.svg").read_text(encoding="utf-8"), "run python docs/house.py"
+    assert drawn.count("<rect") > 15 and drawn.count('<path d="M') > 20
 
 
 def test_graphs_are_solved_without_torch() -> None:

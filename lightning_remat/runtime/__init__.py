@@ -1,4 +1,4 @@
-"""A step as it runs: captured on its first call, planned, and run as scheduled from then on."""
+"""A step as it runs: captured on its first call, planned, and run as scheduled."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The answer: a sequence of compute and free steps, its memory timeline, and the check that it is right."""
+"""The answer: compute and free steps, their memory over time, and the check that they are right."""
 
 from lightning_remat.schedule._schedule import Compute, Free, Schedule, Step
 from lightning_remat.schedule._simulate import Allocations, Event, Timeline, allocations, simulate
