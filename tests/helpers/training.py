@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_remat.callbacks import RematCallback
+from lightning_remat.exactness._bits import same_bits
 from lightning_remat.measure import held_bytes, peak_memory
 from lightning_remat.planner._together import OUTSIDE
 
@@ -217,7 +218,7 @@ def assert_same(one: Any, other: Any, where: str = "results") -> None:
         assert isinstance(other, torch.Tensor), f"{where}: {other!r}"
         assert one.dtype == other.dtype and one.shape == other.shape, where
         assert one.requires_grad == other.requires_grad, where
-        assert torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)), f"{where}: {one} is not {other}"
+        assert same_bits(one, other), f"{where}: {one} is not {other}"
     elif isinstance(one, dict):
         assert isinstance(other, dict) and list(one) == list(other), f"{where}: {list(one)} and {list(other)}"
         for key in one:
