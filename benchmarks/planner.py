@@ -20,10 +20,10 @@ from rich.console import Console, RenderableType
 from rich.progress import track
 from rich.table import Table
 
+from benchmarks.common.unavoidable import unavoidable
 from benchmarks.papers._report import script
 from benchmarks.papers.checkmate_networks import capture as layers_of_checkmate
 from benchmarks.papers.hiremate import PAPER_RESULTS, Network, captured
-from benchmarks.peers_verdict import unavoidable
 
 TARGETS = {"GPT 24": 10, "GPT 96": 30, "Transformer 6-6": 15, "Transformer 36-36": 60, "UNet": 10}
 """Seconds of planning, after capture and cost."""
