@@ -10,19 +10,10 @@ holds is told in a second table.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
-import datetime
 import functools
-import importlib.metadata
-import json
-import math
-import os
-import platform
-import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +23,9 @@ import torch
 from rich.console import Console
 
 from benchmarks import networks
+from benchmarks.common.commands import add_networks, command_line
+from benchmarks.common.processes import add_worker, died, found_by
+from benchmarks.common.results import RESULTS, now, read, stamp, write
 from benchmarks.comparison.measuring import WARM_UP, compare
 from benchmarks.comparison.methods import MEMORY_BUDGETS, all_methods, at_bytes
 from benchmarks.comparison.picture import picture
@@ -41,10 +35,10 @@ from benchmarks.comparison.verdict import Verdict, judge
 from benchmarks.determinism import CUBLAS, settle
 
 FORMAT, FORMAT_VERSION = "lightning_remat.peers", 2
+PACKAGES = ("lightning_remat", "torch", "lightning", "transformers", "pytorchcv", "mip")
 AT_PEERS = "peers"
 """Stands among the budgets for the peaks that the peers reach."""
 BUDGETS: tuple[float | str, ...] = (1.0, AT_PEERS, "min")
-RESULTS = Path(__file__).resolve().parent / "results"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,13 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     console = Console(width=None if sys.stdout.isatty() else 200)
     out: Path = options.out or RESULTS / f"peers-{options.size}-{torch.device(options.device).type}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, Any]] = {}
     if options.keep and out.exists():
-        found = {result["name"]: result for result in json.loads(out.read_text(encoding="utf-8"))["networks"]}
+        found = {result["name"]: result for result in read(out, FORMAT, 1, FORMAT_VERSION)["networks"]}
     errors = False
-    for name in options.network or networks.networks():
-        result = found[name] = {**_in_own_process(name, options), "date": _now(), "settings": _settings(options)}
+    for name in options.networks or networks.networks():
+        result = found[name] = {**_in_own_process(name, options), "date": now(), "settings": _settings(options)}
         errors |= "error" in result
         rows = [Row.from_dict(row) for row in result["rows"]]
         if rows:
@@ -84,20 +77,14 @@ def _write(out: Path, found: list[dict[str, Any]], options: argparse.Namespace) 
     data = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
-        "date": _now(),
-        "machine": _machine(options.device),
-        "versions": _versions(),
+        **stamp(PACKAGES, options.device),
         "settings": _settings(options),
         "networks": found,
     }
-    out.write_text(json.dumps(_plain(data), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write(out, data)
     drawn = [(result["description"], [Row.from_dict(row) for row in result["rows"]]) for result in found]
     if any(rows for _, rows in drawn):
         picture([one for one in drawn if one[1]], out.with_suffix(".png"))
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -113,8 +100,8 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--network", action="append", choices=networks.networks(), help="may be repeated; default: all")
+    parser = command_line(__doc__)
+    add_networks(parser, networks.networks())
     parser.add_argument("--size", default="cpu", choices=networks.SIZES)
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each method")
@@ -144,7 +131,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         action=argparse.BooleanOptionalAction,
         help="torch.use_deterministic_algorithms; by default on CUDA, where eager may not repeat its own bits without",
     )
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # run here, and write the rows to this file
+    add_worker(parser)
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error("--steps: give at least 1")
@@ -164,32 +151,22 @@ def _budget(text: str) -> float | str:
 
 def _in_own_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """What was found for one network: ``name``, ``description``, ``rows``, and ``error`` where its process failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "rows.json"
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(file), "--network", name]
-        command += ["--size", options.size, "--device", options.device, "--steps", str(options.steps)]
-        command += ["--deterministic" if options.deterministic else "--no-deterministic"]
-        command += ["--duels", str(options.duels)]
-        for option in ("budgets", "memory_budgets", "inductor_budgets"):
-            command += [f"--{option.replace('_', '-')}", *map(str, getattr(options, option))]
-        command += [] if options.time_limit is None else ["--time-limit", str(options.time_limit)]
-        # Costs measured from scratch: the planning seconds of the first budget are those of a first run.
-        environment = {**os.environ, "LIGHTNING_REMAT_CACHE": str(Path(folder) / "costs")}
-        if options.deterministic:
-            environment.setdefault(*CUBLAS)
-        ended = subprocess.run(command, env=environment, check=False)
-        if file.exists():
-            result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        else:
-            result = {"name": name, "description": name, "rows": []}
-    if ended.returncode:
-        result["error"] = f"its process ended with exit code {ended.returncode}"
-    return result
+    command = [str(Path(__file__).resolve()), "--network", name]
+    command += ["--size", options.size, "--device", options.device, "--steps", str(options.steps)]
+    command += ["--deterministic" if options.deterministic else "--no-deterministic"]
+    command += ["--duels", str(options.duels)]
+    for option in ("budgets", "memory_budgets", "inductor_budgets"):
+        command += [f"--{option.replace('_', '-')}", *map(str, getattr(options, option))]
+    command += [] if options.time_limit is None else ["--time-limit", str(options.time_limit)]
+    # It measures costs from scratch: the planning seconds of the first budget are those of a first run.
+    found, exit_code = found_by(command, dict([CUBLAS]) if options.deterministic else {})
+    result: dict[str, Any] = found or {"name": name, "description": name, "rows": []}
+    return {**result, "error": died(exit_code)} if exit_code else result
 
 
 def _work(options: argparse.Namespace) -> None:
     """Compare the methods on one network, in this process."""
-    (name,) = options.network
+    (name,) = options.networks
     workload = networks.build(name, options.size, options.device)
     nondeterministic = ""
     if options.deterministic:
@@ -214,42 +191,7 @@ def _work(options: argparse.Namespace) -> None:
     }
     if AT_PEERS in options.budgets:
         result["verdict"] = judge(rows).to_dict()
-    options.worker.write_text(json.dumps(_plain(result), allow_nan=False), encoding="utf-8")
-
-
-def _plain(value: Any) -> Any:
-    """``value`` with numbers that JSON cannot hold replaced by ``None``."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return value
-
-
-def _machine(device: str) -> dict[str, Any]:
-    facts: dict[str, Any] = {"system": platform.system(), "processor": _processor(), "threads": torch.get_num_threads()}
-    if device.startswith("cuda"):
-        properties = torch.cuda.get_device_properties(torch.device(device))
-        facts.update(gpu=properties.name, gpu_memory_bytes=properties.total_memory, cuda=torch.version.cuda)
-    return facts
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in ("lightning_remat", "torch", "lightning", "transformers", "pytorchcv", "mip"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
+    write(options.worker, result)
 
 
 if __name__ == "__main__":
