@@ -1,6 +1,8 @@
 """One training step of several networks under every way of saving memory, compared in one run.
 
     python benchmarks/peers.py --network gpt2 --steps 10
+    python benchmarks/peers.py --draw benchmarks/results/peers-cpu-cpu.json                # runs nothing: the picture anew
+    python benchmarks/peers.py --draw benchmarks/results/peers-cpu-cpu.json --headline     # four networks: the README's
 
 Each network runs in a process of its own, where the methods take turns (`benchmarks.comparison.measuring`): one step each in
 random order, for ``--steps`` rounds. By default this project runs at the peaks that its peers were measured to reach; what
@@ -39,6 +41,8 @@ PACKAGES = ("lightning_remat", "torch", "lightning", "transformers", "pytorchcv"
 AT_PEERS = "peers"
 """Stands among the budgets for the peaks that the peers reach."""
 BUDGETS: tuple[float | str, ...] = (1.0, AT_PEERS, "min")
+HEADLINE = ("gpt2", "gpt2-nodropout", "resnet50", "unet")
+"""Networks that differ: with dropout, without (there Inductor is ahead), and two of convolutions."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.worker:
         _work(options)
         return 0
+    if options.draw:
+        return _draw_anew(options.draw, options.headline)
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         print("peers.py: --device cuda was asked for, and this machine has no CUDA device", file=sys.stderr)
         return 2
@@ -82,9 +88,39 @@ def _write(out: Path, found: list[dict[str, Any]], options: argparse.Namespace) 
         "networks": found,
     }
     write(out, data)
-    drawn = [(result["description"], [Row.from_dict(row) for row in result["rows"]]) for result in found]
-    if any(rows for _, rows in drawn):
-        picture([one for one in drawn if one[1]], out.with_suffix(".png"))
+    _draw(data, out.with_suffix(".png"))
+
+
+def _draw(data: dict[str, Any], path: Path, names: Sequence[str] | None = None) -> bool:
+    """The picture of what a file holds, all networks unless ``names`` has some; ``False`` where none was drawn."""
+    results = {result["name"]: result for result in data["networks"]}
+    chosen = [results[name] for name in names or results if results[name]["rows"]]
+    drawn = [(result["description"], [Row.from_dict(row) for row in result["rows"]]) for result in chosen]
+    machine = data["machine"]
+    where = [
+        machine.get("gpu") or f"{machine['processor']}, {machine['threads']} threads",
+        f"torch {data['versions']['torch']}",
+    ]
+    note = f"{', '.join(where)}; peaks above parameters, buffers and inputs, medians of steps timed in turns"
+    return bool(drawn) and picture(drawn, path, note)
+
+
+def _draw_anew(file: Path, headline: bool) -> int:
+    """The picture of an older run, beside its file; returns an exit code."""
+    path = file.with_name("peers-headline.png") if headline else file.with_suffix(".png")
+    try:
+        data = read(file, FORMAT, 1, FORMAT_VERSION)
+        missing = set(HEADLINE if headline else ()) - {result["name"] for result in data["networks"]}
+        if missing:
+            raise ValueError(f"{file} has nothing of {', '.join(sorted(missing))}")
+    except (OSError, ValueError) as error:
+        print(f"peers.py: {error}", file=sys.stderr)
+        return 2
+    if not _draw(data, path, HEADLINE if headline else None):
+        print("peers.py: nothing to draw, or no matplotlib to draw it with", file=sys.stderr)
+        return 2
+    print(f"written: {path}")
+    return 0
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -131,10 +167,18 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         action=argparse.BooleanOptionalAction,
         help="torch.use_deterministic_algorithms; by default on CUDA, where eager may not repeat its own bits without",
     )
+    parser.add_argument("--draw", type=Path, help="run nothing: draw what this JSON file holds, beside it")
+    parser.add_argument(
+        "--headline", action="store_true", help=f"with --draw: only {', '.join(HEADLINE)}, for the README"
+    )
     add_worker(parser)
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error("--steps: give at least 1")
+    if options.headline and not options.draw:
+        parser.error("--headline: give --draw too")
+    if options.draw and (options.networks or options.out):
+        parser.error("--draw: it draws all networks of the file, beside it; leave out --network and --out")
     if options.inductor_budgets is None:
         options.inductor_budgets = options.memory_budgets
     if options.deterministic is None:

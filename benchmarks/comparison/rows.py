@@ -102,5 +102,5 @@ class Row:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Row:
-        """A row from what `to_dict` gave."""
-        return cls(**{field.name: data[field.name] for field in dataclasses.fields(cls)})
+        """A row from what `to_dict` gave; files of version 1 have none of the fields that came last."""
+        return cls(**{field.name: data[field.name] for field in dataclasses.fields(cls) if field.name in data})
