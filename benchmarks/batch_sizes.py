@@ -16,18 +16,13 @@ Each has a process and a cache of its own, so that nothing is known before.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import dataclasses
-import datetime
-import json
 import logging
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
+from argparse import SUPPRESS
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +36,9 @@ from rich.table import Table
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks import networks
+from benchmarks.common.commands import add_networks, command_line
+from benchmarks.common.processes import add_worker, died, found_by
+from benchmarks.common.results import RESULTS, stamp, write
 from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.callbacks import RematBatchSizeFinder, RematCallback
 from lightning_remat.measure import held_bytes, peak_memory
@@ -58,8 +56,7 @@ SEARCHED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Networks that may be searched alone; the first is GPT-2 as published, with short sequences."""
 
-RESULTS = Path(__file__).resolve().parent / "results" / "batch-sizes-cpu.json"
-SEARCH_RESULTS = RESULTS.with_name("batch-size-search-cpu.json")
+PACKAGES = ("lightning_remat", "torch", "lightning", "transformers", "pytorchcv", "mip")
 
 
 @dataclasses.dataclass
@@ -336,11 +333,10 @@ def plan_seconds(name: str, limit: int, batch_size: int) -> tuple[float, float]:
 
 def in_a_process(*arguments: str) -> Any:
     """What a process of this script finds that knows nothing of earlier ones."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "found.json"
-        environment = {**os.environ, "LIGHTNING_REMAT_CACHE": str(Path(folder) / "cache")}
-        subprocess.run([sys.executable, __file__, "--worker", str(file), *arguments], check=True, env=environment)
-        return json.loads(file.read_text())
+    found, exit_code = found_by([__file__, *arguments])
+    if exit_code:
+        raise SystemExit(f"{' '.join(arguments)}: {died(exit_code)}")
+    return found
 
 
 def search_table(rows: Sequence[Searched]) -> Table:
@@ -397,35 +393,35 @@ def table(rows: Sequence[Found]) -> Table:
 
 def main() -> int:
     """Measure, print, and write JSON; returns 1 where something that is aimed at is not reached."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--network", action="append", choices=list(SEARCHED), help="may be repeated; default: all")
+    parser = command_line(__doc__)
+    add_networks(parser, list(SEARCHED), f"all but {next(iter(SEARCHED))}, or with --search that")
     parser.add_argument("--limit", default="1GiB", help="of memory, everything counted")
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each kind")
     parser.add_argument("--search", action="store_true", help="time the search, beside one plan")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--plan-at", type=int, help=argparse.SUPPRESS)
+    add_worker(parser)
+    parser.add_argument("--plan-at", type=int, help=SUPPRESS)
     options = parser.parse_args()
     budget = parse_budget(options.limit)
     if budget.kind is not BudgetKind.SIZE:
         parser.error("--limit: give a size, such as 1GiB")
-    if not options.search and set(options.network or ()) - set(NETWORKS):
+    if not options.search and set(options.networks or ()) - set(NETWORKS):
         parser.error(f"--network: without --search one of {', '.join(NETWORKS)}")
     limit = int(budget.value or 0)
     if options.worker:
         logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
         found: Any
         if options.plan_at:
-            found = plan_seconds(options.network[0], limit, options.plan_at)
+            found = plan_seconds(options.networks[0], limit, options.plan_at)
         elif options.search:
-            found = dataclasses.asdict(search(options.network[0], limit))
+            found = dataclasses.asdict(search(options.networks[0], limit))
         else:
-            found = dataclasses.asdict(measure(options.network[0], limit, options.steps))
-        options.worker.write_text(json.dumps(found))
+            found = dataclasses.asdict(measure(options.networks[0], limit, options.steps))
+        write(options.worker, found)
         return 0
     rows: list[Any] = []
     console = Console(width=None if sys.stdout.isatty() else 160)
-    for name in options.network or (["gpt2-124m"] if options.search else NETWORKS):
+    for name in options.networks or (["gpt2-124m"] if options.search else NETWORKS):
         asked = ["--network", name, "--limit", options.limit]
         if options.search:
             row = Searched(**in_a_process(*asked, "--search"))
@@ -438,7 +434,7 @@ def main() -> int:
     data = {
         "format": "lightning_remat.batch_size_search" if options.search else "lightning_remat.batch_sizes",
         "version": 1,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **stamp(PACKAGES, "cpu"),
         "torch": torch.__version__,
         "device": "cpu",
         "threads": torch.get_num_threads(),
@@ -449,9 +445,7 @@ def main() -> int:
             for row in rows
         ],
     }
-    options.out = options.out or (SEARCH_RESULTS if options.search else RESULTS)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    write(options.out or RESULTS / ("batch-size-search-cpu.json" if options.search else "batch-sizes-cpu.json"), data)
     return 0 if options.search or all(row.holds for row in rows) else 1
 
 

@@ -11,7 +11,6 @@ more on a busy machine; those at "min" count the search for the smallest peak in
 
 from __future__ import annotations
 
-import argparse
 import json
 import lzma
 import os
@@ -21,10 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from benchmarks.papers._report import stamp
+from benchmarks.common.commands import add_networks, command_line
+from benchmarks.common.results import stamp, write
+from benchmarks.common.tables import numbers_table, wide_console
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._make import SMALLEST_SHARE, seconds_left
 from lightning_remat.solvers import Problem, Solution, Status, find_smallest, solve
@@ -80,10 +80,8 @@ def plan_all(name: str, graph: ComputationGraph, shares: Sequence[float], smalle
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """What is printed."""
-    shown = Table(title="planned with default options", title_justify="left")
-    for column in ("network", "nodes", "budget", "status", "overhead %", "gap %", "peak GiB", "share", "seconds", "by"):
-        left = column in ("network", "budget", "status", "by")
-        shown.add_column(column, justify="left" if left else "right", no_wrap=True)
+    columns = ("network", "nodes", "budget", "status", "overhead %", "gap %", "peak GiB", "share", "seconds", "by")
+    shown = numbers_table("planned with default options", columns, text=("network", "budget", "status", "by"))
     for one in rows:
         found = one["status"] in (Status.OPTIMAL.value, Status.FEASIBLE.value)
         numbers = ["-"] * 4
@@ -96,19 +94,18 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
     return shown
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Plan the graphs, print the table, write the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("folder", type=Path, help="of the graphs' files")
-    parser.add_argument("--networks", nargs="+", default=[], help="names of files without endings; all, unless given")
+    add_networks(parser, default="all files; named without their endings")
     parser.add_argument("--shares", nargs="*", type=float, default=[0.7, 0.5])
     parser.add_argument("--no-min", action="store_true", help="not at the smallest peak")
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds for each search")
     parser.add_argument("--out", type=Path, help="a JSON file")
-    options = parser.parse_args(argv)
+    options = parser.parse_args(arguments)
     files = {path.name.split(".")[0]: path for path in sorted(options.folder.glob("*.json*"))}
-    console = Console()
-    console.width = max(console.width, 150)
+    console = wide_console()
     rows: list[Any] = []
     load_before = os.getloadavg()[0]
     for name in options.networks or files:
@@ -117,8 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(table(rows[begun:]), highlight=False)
     if options.out:
         facts = {"rows": rows, "time_limit": options.time_limit, "load": [load_before, os.getloadavg()[0]]}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(facts | stamp(PACKAGES), indent=1) + "\n", encoding="utf-8")
+        write(options.out, facts | stamp(PACKAGES))
         console.print(f"written: {options.out}", soft_wrap=True, markup=False)
     return 0
 

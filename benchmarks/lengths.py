@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
-import json
 import random
 import sys
 import time
@@ -28,11 +26,13 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from benchmarks.common.commands import command_line
+from benchmarks.common.results import RESULTS, stamp, write
 from lightning_remat.callbacks import RematCallback
 from lightning_remat.capture import _torch as internals
 from lightning_remat.report import format_bytes
 
-RESULTS = Path(__file__).resolve().parent / "results" / "lengths-cpu.json"
+PACKAGES = ("lightning_remat", "torch", "lightning", "transformers", "mip")
 LONGEST = 512
 
 
@@ -142,7 +142,7 @@ def train(options: argparse.Namespace, budget: str | None) -> tuple[Language, Cl
 
 def main() -> int:
     """Train both, compare, print, and write JSON; returns 1 where the bits differ or later epochs wait too long."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--lengths", type=int, default=200, help="different lengths, one batch each an epoch")
     parser.add_argument("--shortest", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=2)
@@ -151,7 +151,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--vocabulary", type=int, default=2000)
     parser.add_argument("--budget", default="220MiB")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=RESULTS / "lengths-cpu.json")
     options = parser.parse_args()
     eager, eager_clock, _ = train(options, None)
     ours, clock, remat = train(options, options.budget)
@@ -177,7 +177,7 @@ def main() -> int:
     data = {
         "format": "lightning_remat.lengths",
         "version": 1,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        **stamp(PACKAGES, "cpu"),
         "torch": torch.__version__,
         "settings": {name: value for name, value in vars(options).items() if name != "out"},
         "bitwise": same,
@@ -186,8 +186,7 @@ def main() -> int:
         "failures": list(remat.failures),
         "epochs": [dataclasses.asdict(epoch) for epoch in epochs],
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    write(options.out, data)
     waits = any(epoch.waited_seconds > 0.05 * epoch.seconds for epoch in epochs[1:])
     return 0 if same and not waits and needed else 1
 

@@ -17,12 +17,9 @@ Budgets are shares of what can be saved; where one is infeasible, ``"min"`` is r
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import datetime
 import functools
 import gc
-import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -42,13 +39,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for when this fi
 import torch
 
 from benchmarks.architectures import ARCHITECTURES, Architecture, Training
+from benchmarks.common import results
+from benchmarks.common.commands import command_line
+from benchmarks.common.processes import sent_by
 from lightning_remat import InfeasibleBudgetError, Rematerialized, rematerialize
 from lightning_remat.capture import _torch as internals
 from lightning_remat.measure import held_bytes, peak_memory
 from lightning_remat.report import format_bytes
 
 FORMAT, FORMAT_VERSION = "lightning_remat.models", 1
-RESULTS = Path(__file__).resolve().parent / "results" / "models-cpu.json"
+RESULTS = results.RESULTS / "models-cpu.json"
 SHARES = (0.8, 0.6)
 STEPS = 10
 TIMED = 3
@@ -339,9 +339,7 @@ def _first_line(text: str) -> str:
 
 
 def _version(library: str) -> str:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(library)
-    return ""
+    return results.versions([library]).get(library, "")
 
 
 # -- all of them ------------------------------------------------------------------------------------------------------
@@ -365,21 +363,10 @@ def in_own_process(context: Any, architecture: Architecture, work: Callable[[Any
         patience: seconds, after which the process is ended.
     """
     started = time.perf_counter()
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(theirs,))
-    process.start()
-    theirs.close()
-    row = Row(architecture.library, architecture.name, _version(architecture.library))
-    if ours.poll(patience):
-        try:
-            row = Row.from_dict(ours.recv())
-        except EOFError:
-            process.join()
-            row.trouble = f"its process ended with exit code {process.exitcode}"
-    else:
-        process.kill()
-        row.trouble = f"not done after {patience:g} s"
-    process.join()
+    try:
+        row = Row.from_dict(sent_by(context, work, patience))
+    except (EOFError, TimeoutError) as error:
+        row = Row(architecture.library, architecture.name, _version(architecture.library), trouble=str(error))
     row.seconds = time.perf_counter() - started
     return row
 
@@ -392,8 +379,10 @@ def _chosen(only: str) -> Iterator[int]:
 
 def read(path: Path) -> list[Row]:
     """Rows from JSON lines, or from the file that `write` makes; of several for one architecture, the last."""
-    text = path.read_text(encoding="utf-8")
-    found = json.loads(text)["rows"] if path.suffix == ".json" else [json.loads(line) for line in text.splitlines()]
+    if path.suffix == ".json":
+        found = results.read(path, FORMAT, FORMAT_VERSION)["rows"]
+    else:
+        found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     rows = [Row.from_dict(one) for one in found]
     return list({(row.library, row.name): row for row in rows}.values())
 
@@ -403,13 +392,11 @@ def write(path: Path, rows: Iterable[Row]) -> None:
     data = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": {name: _version(name) for name in ("torch", "lightning_remat")},
+        **results.stamp(("torch", "lightning_remat")),
         "settings": {"shares": SHARES, "steps": STEPS, "threads": 1},
         "rows": [row.to_dict() for row in rows],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    results.write(path, data)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -454,7 +441,7 @@ def _cells(row: Row) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what was chosen, or print what was found; returns 1 where something does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--only", default="", help="a regular expression that library/name matches somewhere")
     parser.add_argument("--rows", type=Path, default=Path("models.jsonl"), help="JSON lines, added to as rows come")
     parser.add_argument("--resume", action="store_true", help="leave out what has a row")

@@ -1,37 +1,21 @@
 """One training step of several networks under every way of saving memory, compared in one run.
 
     python benchmarks/peers.py --network gpt2 --steps 10
+    python benchmarks/peers.py --draw benchmarks/results/peers-cpu-cpu.json                # runs nothing: the picture anew
+    python benchmarks/peers.py --draw benchmarks/results/peers-cpu-cpu.json --headline     # four networks: the README's
 
-Each network runs in a process of its own. In it every method gets the same batch, the same seeds, and a copy of the network:
-peers one of their own, this project eager's, since where a copy lies in memory makes a step up to 3 % slower or faster. Two
-steps are compared with eager's bit by bit, the allocator's peak is taken over a third, and then the methods take turns, one
-step each in random order, for ``--steps`` rounds after three to warm up: what disturbs the machine disturbs all.
-By default this project runs at the peaks that its peers were measured to reach; what holds is told in a second table.
-
-A step is what Lightning does: forward, ``zero_grad``, backward. The old gradients live through the forward.
+Each network runs in a process of its own, where the methods take turns (`benchmarks.comparison.measuring`): one step each in
+random order, for ``--steps`` rounds. By default this project runs at the peaks that its peers were measured to reach; what
+holds is told in a second table.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
-import dataclasses
-import datetime
 import functools
-import gc
-import importlib.metadata
-import json
-import math
-import os
-import platform
-import random
-import statistics
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,270 +23,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for when this fi
 
 import torch
 from rich.console import Console
-from torch import nn
 
 from benchmarks import networks
+from benchmarks.common.commands import add_networks, command_line
+from benchmarks.common.processes import add_worker, died, found_by
+from benchmarks.common.results import RESULTS, now, read, stamp, write
+from benchmarks.comparison.measuring import WARM_UP, compare
+from benchmarks.comparison.methods import MEMORY_BUDGETS, all_methods, at_bytes
+from benchmarks.comparison.picture import picture
+from benchmarks.comparison.rows import Row
+from benchmarks.comparison.tables import rows_table, verdict_table
+from benchmarks.comparison.verdict import Verdict, judge
 from benchmarks.determinism import CUBLAS, settle
-from benchmarks.methods import MEMORY_BUDGETS, Call, Method, all_methods, at_bytes
-from benchmarks.peers_verdict import Verdict, judge, to_match, unavoidable
-from benchmarks.present import EAGER, OURS, Row, picture, rows_table, verdict_table
-from lightning_remat import InfeasibleBudgetError, Rematerialized
-from lightning_remat.measure import held_bytes, peak_memory
-from lightning_remat.report import format_bytes
-from lightning_remat.schedule import simulate
 
 FORMAT, FORMAT_VERSION = "lightning_remat.peers", 2
-WARM_UP = 3
+PACKAGES = ("lightning_remat", "torch", "lightning", "transformers", "pytorchcv", "mip")
 AT_PEERS = "peers"
 """Stands among the budgets for the peaks that the peers reach."""
 BUDGETS: tuple[float | str, ...] = (1.0, AT_PEERS, "min")
-RESULTS = Path(__file__).resolve().parent / "results"
-
-
-# -- one network ------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """What a few seeded steps of a network left: copies of the loss, the gradients and the buffers."""
-
-    loss: torch.Tensor
-    gradients: Mapping[str, torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
-
-
-@dataclasses.dataclass
-class Runner:
-    """A method at work on a copy of the network."""
-
-    method: Method
-    module: nn.Module
-    call: Call
-    batch: tuple[torch.Tensor, ...]
-    row: Row
-    times: list[float] = dataclasses.field(default_factory=list)
-
-    def step(self, seed: int) -> torch.Tensor:
-        """One training step in Lightning's order; returns the loss."""
-        torch.manual_seed(seed)
-        loss = self.call(*self.batch)
-        self.module.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
-
-    def timed_step(self, seed: int) -> float:
-        """Seconds of one step, until the device is done."""
-        device = self.batch[0].device
-        _synchronize(device)
-        started = time.perf_counter()
-        self.step(seed)
-        _synchronize(device)
-        return time.perf_counter() - started
-
-    def facts(self) -> Facts:
-        """Two steps, and what they left."""
-        started = time.perf_counter()
-        self.step(seed=1)
-        _synchronize(self.batch[0].device)
-        self.row.first_step_seconds = time.perf_counter() - started
-        loss = self.step(seed=2)
-        gradients = {name: one.grad for name, one in self.module.named_parameters() if one.grad is not None}
-        return Facts(
-            loss=_kept(loss),
-            gradients={name: _kept(one) for name, one in gradients.items()},
-            buffers={name: _kept(one) for name, one in self.module.named_buffers()},
-        )
-
-
-def compare(
-    workload: networks.Workload,
-    methods: Sequence[Method],
-    steps: int,
-    duels: int = 0,
-    say: Callable[[str], None] = lambda _text: None,
-    at_peers: Callable[[int, str], Method] | None = None,
-) -> list[Row]:
-    """Run every method on a network.
-
-    Args:
-        workload: the network; it is copied and left as it is.
-        methods: one row each, peers first.
-        steps: timed steps of each.
-        duels: further ones of the rows that are compared: this project's at a peer's peak, and that peer's.
-        say: told in words what is being done.
-        at_peers: makes a method of a peer's peak and of the words for it, to run there; see `benchmarks.peers_verdict`.
-
-    Returns:
-        A row for each method; one that fails has the reason in it.
-    """
-    say("eager, as the reference")
-    eager = copy.deepcopy(workload.module)
-    reference = _runner(Method(EAGER, "reference", lambda module, _blocks: module), workload, eager).facts()
-
-    def measured(method: Method) -> Runner:
-        as_it_is = method.family in (EAGER, OURS)  # what it is given, it leaves as it is
-        return _measured(method, workload, eager if as_it_is else copy.deepcopy(workload.module), reference, say)
-
-    runners = [measured(method) for method in methods if method.family != OURS]
-    if at_peers:
-        _take_turns(runners, WARM_UP)
-        for runner in runners:
-            runner.row.seconds = min(runner.times, default=None)
-        _forget_times(runners)
-        for group in to_match([runner.row for runner in runners]):
-            smallest = group[0]
-            assert smallest.total_peak_bytes and smallest.peak_bytes
-            method = at_peers(smallest.total_peak_bytes, format_bytes(smallest.peak_bytes))
-            runners.append(measured(method))
-            runners[-1].row.opponents = [row.method for row in group]
-    runners += [measured(method) for method in methods if method.family == OURS]
-    running = sum(runner.row.status == "ok" for runner in runners)
-    say(f"timing {running} methods, {WARM_UP} rounds to warm up and {steps} more")
-    _take_turns(runners, WARM_UP)
-    _forget_times(runners)
-    _take_turns(runners, steps)
-    opponents = {name for runner in runners for name in runner.row.opponents}
-    _take_turns([one for one in runners if one.row.opponents or one.row.method in opponents], duels)
-    for runner in runners:
-        if runner.row.status == "ok":
-            runner.row.round_seconds = runner.times
-            runner.row.seconds = statistics.median(runner.times)
-            runner.row.seconds_least, runner.row.seconds_most = min(runner.times), max(runner.times)
-        else:
-            runner.row.seconds = None
-    return [runner.row for runner in runners]
-
-
-def _measured(
-    method: Method, workload: networks.Workload, module: nn.Module, reference: Facts, say: Callable[[str], None]
-) -> Runner:
-    """A method at work on a copy of the network, its results compared and its peak taken."""
-    say(method.name)
-    runner = _runner(method, workload, module)
-    with _failing_into(runner):
-        _compare_facts(runner.row, runner.facts(), reference)
-        _measure_peak(runner)
-    if isinstance(runner.call, Rematerialized):
-        _read_plan(runner.row, runner.call)
-    if runner.row.status != "ok":
-        say(f"{method.name}: {runner.row.note}")
-        runner.module.zero_grad(set_to_none=True)
-    return runner
-
-
-def _take_turns(runners: Sequence[Runner], rounds: int) -> None:
-    """One timed step more of each, ``rounds`` times, each time in another order: what runs before a step disturbs it."""
-    shuffled = random.Random(0)
-    for _ in range(rounds):
-        for runner in shuffled.sample(runners, len(runners)):
-            if runner.row.status == "ok":
-                graphs = _graphs_captured()
-                with _failing_into(runner):
-                    runner.times.append(runner.timed_step(seed=3 + len(runner.times)))
-                if _graphs_captured() != graphs:
-                    runner.row.note = "captured again while it was timed"
-
-
-def _forget_times(runners: Sequence[Runner]) -> None:
-    for runner in runners:
-        runner.times = []
-
-
-def _runner(method: Method, workload: networks.Workload, module: nn.Module) -> Runner:
-    module.load_state_dict(workload.module.state_dict())
-    module.zero_grad(set_to_none=True)
-    call = method.prepare(module, workload.blocks)
-    return Runner(method, module, call, workload.batch, Row(method.name, method.family))
-
-
-@contextlib.contextmanager
-def _failing_into(runner: Runner) -> Iterator[None]:
-    """A method that fails is a result too: it becomes its row."""
-    try:
-        yield
-    except InfeasibleBudgetError as error:
-        held = held_bytes(runner.module, runner.batch)
-        runner.row.status = "infeasible"
-        runner.row.budget_bytes = error.budget_bytes
-        runner.row.note = (
-            f"infeasible: a peak of {format_bytes(error.budget_bytes - held)} was asked for, the smallest feasible is "
-            f"{format_bytes(error.smallest_bytes - held)}, set by {error.op}"
-            + (f" in {error.module}" if error.module else "")
-        )
-    except Exception as error:  # noqa: BLE001 - whatever it dies of is what is reported
-        lines = [line for line in str(error).splitlines() if line.strip()] or [""]
-        runner.row.status = "dies"
-        runner.row.note = f"dies: {type(error).__name__}: {lines[0][:120]}"
-
-
-def _compare_facts(row: Row, found: Facts, eager: Facts) -> None:
-    row.same_loss = torch.equal(found.loss, eager.loss)
-    row.same_gradients = _same(found.gradients, eager.gradients)
-    row.same_buffers = _same(found.buffers, eager.buffers)
-    row.loss_error = _relative_error(found.loss, eager.loss)
-    errors = [
-        _relative_error(found.gradients[name], one) if name in found.gradients else math.inf
-        for name, one in eager.gradients.items()
-    ]
-    row.gradient_error = max(errors, key=lambda error: math.inf if math.isnan(error) else error, default=0.0)
-
-
-def _relative_error(found: torch.Tensor, right: torch.Tensor) -> float:
-    difference = (found.double() - right.double()).abs().max().item()
-    size = right.double().abs().max().item()
-    return difference / size if size else (0.0 if difference == 0 else math.inf)
-
-
-def _same(found: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
-    return found.keys() == right.keys() and all(torch.equal(found[name], one) for name, one in right.items())
-
-
-def _measure_peak(runner: Runner) -> None:
-    device = runner.batch[0].device
-    gc.collect()
-    held = held_bytes(runner.module, runner.batch, gradients=True)
-    peak = peak_memory(lambda: runner.step(seed=3), device)
-    runner.row.total_peak_bytes = held + peak
-    runner.row.peak_bytes = held + peak - held_bytes(runner.module, runner.batch)
-
-
-def _read_plan(row: Row, step: Rematerialized) -> None:
-    if step.failures:
-        row.note = "not captured: " + "; ".join(step.failures)
-    elif len(step.plans) != 1:
-        row.note = row.note or f"{len(step.plans)} plans"
-    plan = step.plan
-    if plan is None:
-        return
-    row.budget_bytes, row.predicted_peak_bytes = plan.budget_bytes, plan.predicted_peak_bytes
-    row.predicted_overhead, row.gap = plan.overhead, plan.gap if math.isfinite(plan.gap) else None
-    row.solver = f"{plan.solver} ({plan.status.value})"
-    row.planning_seconds = plan.cost_seconds + plan.solve_seconds
-    if row.total_peak_bytes:
-        row.prediction_error = plan.predicted_peak_bytes / row.total_peak_bytes - 1
-    if len(step.plans) == 1:
-        timeline = simulate(plan.graph, plan.schedule)
-        row.peak_op = timeline.peak_op + (f" in {timeline.peak_module}" if timeline.peak_module else "")
-        largest = unavoidable(plan.graph)
-        row.unavoidable_bytes, row.unavoidable_op = largest.nbytes, largest.op
-
-
-def _graphs_captured() -> int:
-    import torch._dynamo.utils
-
-    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
-
-def _kept(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().cpu()
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-# -- the whole run ----------------------------------------------------------------------------------------------------
+HEADLINE = ("gpt2", "gpt2-nodropout", "resnet50", "unet")
+"""Networks that differ: with dropout, without (there Inductor is ahead), and two of convolutions."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -311,18 +51,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.worker:
         _work(options)
         return 0
+    if options.draw:
+        return _draw_anew(options.draw, options.headline)
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         print("peers.py: --device cuda was asked for, and this machine has no CUDA device", file=sys.stderr)
         return 2
     console = Console(width=None if sys.stdout.isatty() else 200)
     out: Path = options.out or RESULTS / f"peers-{options.size}-{torch.device(options.device).type}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
     found: dict[str, dict[str, Any]] = {}
     if options.keep and out.exists():
-        found = {result["name"]: result for result in json.loads(out.read_text(encoding="utf-8"))["networks"]}
+        found = {result["name"]: result for result in read(out, FORMAT, 1, FORMAT_VERSION)["networks"]}
     errors = False
-    for name in options.network or networks.networks():
-        result = found[name] = {**_in_own_process(name, options), "date": _now(), "settings": _settings(options)}
+    for name in options.networks or networks.networks():
+        result = found[name] = {**_in_own_process(name, options), "date": now(), "settings": _settings(options)}
         errors |= "error" in result
         rows = [Row.from_dict(row) for row in result["rows"]]
         if rows:
@@ -342,20 +83,44 @@ def _write(out: Path, found: list[dict[str, Any]], options: argparse.Namespace) 
     data = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
-        "date": _now(),
-        "machine": _machine(options.device),
-        "versions": _versions(),
+        **stamp(PACKAGES, options.device),
         "settings": _settings(options),
         "networks": found,
     }
-    out.write_text(json.dumps(_plain(data), indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    drawn = [(result["description"], [Row.from_dict(row) for row in result["rows"]]) for result in found]
-    if any(rows for _, rows in drawn):
-        picture([one for one in drawn if one[1]], out.with_suffix(".png"))
+    write(out, data)
+    _draw(data, out.with_suffix(".png"))
 
 
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+def _draw(data: dict[str, Any], path: Path, names: Sequence[str] | None = None) -> bool:
+    """The picture of what a file holds, all networks unless ``names`` has some; ``False`` where none was drawn."""
+    results = {result["name"]: result for result in data["networks"]}
+    chosen = [results[name] for name in names or results if results[name]["rows"]]
+    drawn = [(result["description"], [Row.from_dict(row) for row in result["rows"]]) for result in chosen]
+    machine = data["machine"]
+    where = [
+        machine.get("gpu") or f"{machine['processor']}, {machine['threads']} threads",
+        f"torch {data['versions']['torch']}",
+    ]
+    note = f"{', '.join(where)}; peaks above parameters, buffers and inputs, medians of steps timed in turns"
+    return bool(drawn) and picture(drawn, path, note)
+
+
+def _draw_anew(file: Path, headline: bool) -> int:
+    """The picture of an older run, beside its file; returns an exit code."""
+    path = file.with_name("peers-headline.png") if headline else file.with_suffix(".png")
+    try:
+        data = read(file, FORMAT, 1, FORMAT_VERSION)
+        missing = set(HEADLINE if headline else ()) - {result["name"] for result in data["networks"]}
+        if missing:
+            raise ValueError(f"{file} has nothing of {', '.join(sorted(missing))}")
+    except (OSError, ValueError) as error:
+        print(f"peers.py: {error}", file=sys.stderr)
+        return 2
+    if not _draw(data, path, HEADLINE if headline else None):
+        print("peers.py: nothing to draw, or no matplotlib to draw it with", file=sys.stderr)
+        return 2
+    print(f"written: {path}")
+    return 0
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
@@ -371,8 +136,8 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--network", action="append", choices=networks.networks(), help="may be repeated; default: all")
+    parser = command_line(__doc__)
+    add_networks(parser, networks.networks())
     parser.add_argument("--size", default="cpu", choices=networks.SIZES)
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--steps", type=int, default=10, help="timed steps of each method")
@@ -402,10 +167,18 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
         action=argparse.BooleanOptionalAction,
         help="torch.use_deterministic_algorithms; by default on CUDA, where eager may not repeat its own bits without",
     )
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # run here, and write the rows to this file
+    parser.add_argument("--draw", type=Path, help="run nothing: draw what this JSON file holds, beside it")
+    parser.add_argument(
+        "--headline", action="store_true", help=f"with --draw: only {', '.join(HEADLINE)}, for the README"
+    )
+    add_worker(parser)
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error("--steps: give at least 1")
+    if options.headline and not options.draw:
+        parser.error("--headline: give --draw too")
+    if options.draw and (options.networks or options.out):
+        parser.error("--draw: it draws all networks of the file, beside it; leave out --network and --out")
     if options.inductor_budgets is None:
         options.inductor_budgets = options.memory_budgets
     if options.deterministic is None:
@@ -422,32 +195,22 @@ def _budget(text: str) -> float | str:
 
 def _in_own_process(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """What was found for one network: ``name``, ``description``, ``rows``, and ``error`` where its process failed."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "rows.json"
-        command = [sys.executable, str(Path(__file__).resolve()), "--worker", str(file), "--network", name]
-        command += ["--size", options.size, "--device", options.device, "--steps", str(options.steps)]
-        command += ["--deterministic" if options.deterministic else "--no-deterministic"]
-        command += ["--duels", str(options.duels)]
-        for option in ("budgets", "memory_budgets", "inductor_budgets"):
-            command += [f"--{option.replace('_', '-')}", *map(str, getattr(options, option))]
-        command += [] if options.time_limit is None else ["--time-limit", str(options.time_limit)]
-        # Costs measured from scratch: the planning seconds of the first budget are those of a first run.
-        environment = {**os.environ, "LIGHTNING_REMAT_CACHE": str(Path(folder) / "costs")}
-        if options.deterministic:
-            environment.setdefault(*CUBLAS)
-        ended = subprocess.run(command, env=environment, check=False)
-        if file.exists():
-            result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        else:
-            result = {"name": name, "description": name, "rows": []}
-    if ended.returncode:
-        result["error"] = f"its process ended with exit code {ended.returncode}"
-    return result
+    command = [str(Path(__file__).resolve()), "--network", name]
+    command += ["--size", options.size, "--device", options.device, "--steps", str(options.steps)]
+    command += ["--deterministic" if options.deterministic else "--no-deterministic"]
+    command += ["--duels", str(options.duels)]
+    for option in ("budgets", "memory_budgets", "inductor_budgets"):
+        command += [f"--{option.replace('_', '-')}", *map(str, getattr(options, option))]
+    command += [] if options.time_limit is None else ["--time-limit", str(options.time_limit)]
+    # It measures costs from scratch: the planning seconds of the first budget are those of a first run.
+    found, exit_code = found_by(command, dict([CUBLAS]) if options.deterministic else {})
+    result: dict[str, Any] = found or {"name": name, "description": name, "rows": []}
+    return {**result, "error": died(exit_code)} if exit_code else result
 
 
 def _work(options: argparse.Namespace) -> None:
     """Compare the methods on one network, in this process."""
-    (name,) = options.network
+    (name,) = options.networks
     workload = networks.build(name, options.size, options.device)
     nondeterministic = ""
     if options.deterministic:
@@ -472,42 +235,7 @@ def _work(options: argparse.Namespace) -> None:
     }
     if AT_PEERS in options.budgets:
         result["verdict"] = judge(rows).to_dict()
-    options.worker.write_text(json.dumps(_plain(result), allow_nan=False), encoding="utf-8")
-
-
-def _plain(value: Any) -> Any:
-    """``value`` with numbers that JSON cannot hold replaced by ``None``."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return value
-
-
-def _machine(device: str) -> dict[str, Any]:
-    facts: dict[str, Any] = {"system": platform.system(), "processor": _processor(), "threads": torch.get_num_threads()}
-    if device.startswith("cuda"):
-        properties = torch.cuda.get_device_properties(torch.device(device))
-        facts.update(gpu=properties.name, gpu_memory_bytes=properties.total_memory, cuda=torch.version.cuda)
-    return facts
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def _versions() -> dict[str, str]:
-    versions = {"python": platform.python_version()}
-    for package in ("lightning_remat", "torch", "lightning", "transformers", "pytorchcv", "mip"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
+    write(options.worker, result)
 
 
 if __name__ == "__main__":

@@ -14,16 +14,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.papers._report import script
+from benchmarks.common.commands import script
+from benchmarks.common.pictures import draw
+from benchmarks.common.tables import numbers_table
+from benchmarks.common.unavoidable import unavoidable
 from benchmarks.papers.checkmate_networks import capture as layers_of_checkmate
 from benchmarks.papers.hiremate import PAPER_RESULTS, Network, captured
-from benchmarks.peers_verdict import unavoidable
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TARGETS = {"GPT 24": 10, "GPT 96": 30, "Transformer 6-6": 15, "Transformer 36-36": 60, "UNet": 10}
 """Seconds of planning, after capture and cost."""
@@ -114,7 +119,6 @@ def _cell(share: float | None) -> str:
 
 def twelve_table(twelve: Sequence[Mapping[str, Any]]) -> Table:
     """The twelve networks."""
-    table = Table(title="HiRemate's networks at its own relative memory: overhead in percent", title_justify="left")
     columns = (
         "network",
         "ops",
@@ -128,8 +132,8 @@ def twelve_table(twelve: Sequence[Mapping[str, Any]]) -> Table:
         "capture s",
         "best other",
     )
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("network", "best other") else "right", no_wrap=True)
+    title = "HiRemate's networks at its own relative memory: overhead in percent"
+    table = numbers_table(title, columns, text=("network", "best other"))
     for one in twelve:
         auto, other = one["solutions"][AUTO], cheapest_other(one)
         seconds = one["solutions"].get(other[0], {}).get("solve_seconds") if other else None
@@ -151,10 +155,8 @@ def twelve_table(twelve: Sequence[Mapping[str, Any]]) -> Table:
 
 def half_table(half: Sequence[Mapping[str, Any]]) -> Table:
     """The five networks."""
-    table = Table(title="at half of the activations: overhead in percent", title_justify="left")
-    for column in ("network", "nodes", "share", "auto", "bound", "gap", "plan s", "least share", "set by"):
-        left = column in ("network", "set by")
-        table.add_column(column, justify="left" if left else "right", no_wrap=True)
+    columns = ("network", "nodes", "share", "auto", "bound", "gap", "plan s", "least share", "set by")
+    table = numbers_table("at half of the activations: overhead in percent", columns, text=("network", "set by"))
     for one in half:
         auto = one["solutions"][AUTO]
         found = overhead(auto) is not None
@@ -208,13 +210,10 @@ def present(data: Mapping[str, Any]) -> list[RenderableType]:
 
 def picture(data: Mapping[str, Any], path: Path) -> bool:
     """Overheads beside the paper's and the bounds; ``False`` without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(11, 4.5), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    return draw(path, (11, 4.5), lambda figure: _paint(figure, data))
+
+
+def _paint(figure: Figure, data: Mapping[str, Any]) -> None:
     axes = figure.subplots()
     names = [one["network"] for one in data["twelve"]]
     bars = {
@@ -230,15 +229,12 @@ def picture(data: Mapping[str, Any], path: Path) -> bool:
     axes.set_xticks([i + 0.3 for i in range(len(names))], names, rotation=20, fontsize=8)
     axes.set_ylabel("overhead [%]", fontsize=9)
     axes.legend(fontsize=8, frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
-    return True
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Plan the networks, print the tables, write the file and the picture."""
     packages = ("lightning_remat", "torch", "pytorchcv", "transformers", "mip")
-    return script("planner", __doc__, "three networks, two other methods", run, present, picture, packages, argv)
+    return script("planner", __doc__, "three networks, two other methods", run, present, picture, packages, arguments)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks import networks
+from benchmarks.common.commands import add_networks, command_line
 from benchmarks.gpu.environment import ROOT
 from benchmarks.gpu.part import Case, Part, Result, Settings, faults
 from benchmarks.gpu.parts import PARTS
@@ -106,11 +107,9 @@ def _run(
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="benchmarks/gpu.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__, program="benchmarks/gpu.sh")
     parser.add_argument("--only", action="append", choices=list(PARTS), help="a part; may be repeated; default: all")
-    parser.add_argument("--networks", nargs="+", choices=networks.networks(), help="default: each part's own")
+    add_networks(parser, networks.networks(), "each part's own")
     parser.add_argument("--minutes", type=float, default=25.0, help="stop after so many; default: 25")
     parser.add_argument("--again", action="store_true", help="run also what has a result")
     parser.add_argument("--workers", type=int, help="processes at a time, at most; default: each part's own")

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import peers
+from benchmarks.comparison.rows import EAGER, OURS, Row
 from benchmarks.gpu.markdown import mib, milliseconds
 from benchmarks.gpu.markdown import table as markdown_table
 from benchmarks.gpu.part import CRASHED, FAILED, MISMATCH, OK, OVER, UNREPEATABLE, Case, Part, Result, Settings, result
-from benchmarks.present import EAGER, OURS, Row
 
 NETWORKS = ("gpt2", "resnet50")
 ON_DEVICE = (

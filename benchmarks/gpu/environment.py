@@ -7,17 +7,16 @@ The suite asks in a process of its own, so that it holds no memory of the device
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import importlib.metadata
 import json
-import platform
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.common.results import versions
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("lightning_remat", "torch", "lightning", "transformers", "pytorchcv", "mip", "pytest")
@@ -29,15 +28,10 @@ def environment(device: str) -> dict[str, Any]:
     Raises:
         RuntimeError: where there is no such device.
     """
-    versions = {"python": platform.python_version()}
-    for package in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    versions["torch"] = torch.__version__  # with the CUDA that it was built for
     found: dict[str, Any] = {
         "dry_run": not device.startswith("cuda"),
         "device": device,
-        "versions": versions,
+        "versions": {**versions(PACKAGES), "torch": torch.__version__},  # with the CUDA that it was built for
         "sources": sources(),
     }
     if device.startswith("cuda"):

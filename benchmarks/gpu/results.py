@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import json
 import threading
@@ -10,8 +9,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import results
 from benchmarks.gpu.part import Result
-from lightning_remat._disk import replace_file
 
 FORMAT, FORMAT_VERSION = "lightning_remat.gpu", 1
 
@@ -55,7 +54,7 @@ class Results:
     def put(self, key: str, one: Result) -> None:
         """Keep a result, and write the file."""
         with self._lock:
-            self._data["cases"][key] = {**one, "date": now(), "environment": self._environment}
+            self._data["cases"][key] = {**one, "date": results.now(), "environment": self._environment}
             self._write()
 
     def forget(self, keys: Collection[str]) -> None:
@@ -67,9 +66,7 @@ class Results:
     def _write(self) -> None:
         used = {one["environment"] for one in self._data["cases"].values()}
         environments = {name: one for name, one in self._data["environments"].items() if name in used}
-        text = json.dumps({**self._data, "environments": environments}, indent=1, allow_nan=False)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(self.path, text + "\n")
+        results.write(self.path, {**self._data, "environments": environments})
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -78,15 +75,7 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: where it is none.
     """
-    data = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(data, dict) or (data.get("format"), data.get("version")) != (FORMAT, FORMAT_VERSION):
-        raise ValueError(f'{path} is no file of results: expected "format": "{FORMAT}", "version": {FORMAT_VERSION}')
-    return data
-
-
-def now() -> str:
-    """The time, in UTC, to the second."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return results.read(path, FORMAT, FORMAT_VERSION)
 
 
 def _name(environment: Mapping[str, Any]) -> str:

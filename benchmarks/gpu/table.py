@@ -11,12 +11,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common import results
 from benchmarks.gpu.part import FAULTS, Part, faults
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.results import read
 from lightning_remat._disk import replace_file
 
-RESULTS = Path(__file__).resolve().parents[1] / "results" / "gpu"
+RESULTS = results.RESULTS / "gpu"
 PAGE = "README.md"
 
 
@@ -40,9 +41,9 @@ def page(folder: Path) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def tally(results: Iterable[Mapping[str, Any]]) -> str:
+def tally(ones: Iterable[Mapping[str, Any]]) -> str:
     """How many results, and of each fault: "140 results (132 ok, 8 skipped): 0 mismatches, 1 steps over budget, ..."."""
-    found = list(results)
+    found = list(ones)
     statuses = Counter(one["status"] for one in found if not faults(dict(one)))
     right = ", ".join(f"{count} {status}" for status, count in statuses.most_common()) or "none ok"
     counts = (f"{sum(fault in faults(dict(one)) for one in found)} {said}" for fault, said in FAULTS.items())

@@ -11,7 +11,6 @@ import faulthandler
 import gc
 import importlib
 import json
-import math
 import os
 import sys
 import time
@@ -19,6 +18,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.common.results import plain
 from benchmarks.gpu.part import FAILED, Part, Result, Settings, result
 
 
@@ -32,17 +32,6 @@ def outcome(part: Part, options: Mapping[str, Any], settings: Settings) -> Resul
         trace = traceback.format_exc().splitlines()[-30:]
         found = result(FAILED, error=f"{type(error).__name__}: {first[:300]}", traceback=trace)
     return plain({**found, "wall_seconds": round(time.perf_counter() - started, 2)})
-
-
-def plain(value: Any) -> Any:
-    """``value`` with numbers that JSON cannot hold replaced by ``None``, and keys that are text."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
-    return value
 
 
 def _clean() -> None:

@@ -20,15 +20,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.papers._report import script
+from benchmarks.common.commands import script
+from benchmarks.common.pictures import draw, entitle
+from benchmarks.common.tables import numbers_table
 from benchmarks.papers.checkmate_networks import capture, layers
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.solvers import Problem, find_smallest, solve
@@ -40,6 +42,9 @@ from lightning_remat.solvers.portfolio._batch_size import (
     max_batch_size,
     one_extra_forward,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _REGISTERED = (_generalized_chen, _griewank, _lp_rounding)
 
@@ -220,13 +225,9 @@ def run(quick: bool, console: Console) -> dict[str, Any]:
     }
 
 
-def _table(title: str, rows: Mapping[str, Sequence[str]], columns: Iterable[str]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=True)
-    for label, cells in rows.items():
-        table.add_row(label, *cells)
-    return table
+def _table(title: str, rows: Mapping[str, Sequence[str]], columns: Sequence[str]) -> Table:
+    """A column for each of ``columns``, after one of the names of the rows."""
+    return numbers_table(title, ("", *columns), [(name, *cells) for name, cells in rows.items()])
 
 
 def ratio_table(studies: Sequence[Mapping[str, Any]]) -> Table:
@@ -240,7 +241,7 @@ def ratio_table(studies: Sequence[Mapping[str, Any]]) -> Table:
         "Table 2: cost over the best known schedule's, geometric mean over the budgets that have one\n"
         "(in brackets the paper's; how many budgets)"
     )
-    return _table(title, rows, ("", *(one["network"] for one in studies)))
+    return _table(title, rows, [one["network"] for one in studies])
 
 
 def _ratio_cell(one: Mapping[str, Any], method: str) -> str:
@@ -282,7 +283,7 @@ def overhead_table(one: Mapping[str, Any]) -> Table:
         f"Figure 5: {one['network']}, batch {one['batch']}, {one['layers']} layers: overhead in percent by budget\n"
         f"(no rematerialization: {one['peak_bytes'] / 2**30:.2f} GiB)"
     )
-    return _table(title, cells, ("", *(f"{row['budget_bytes'] / 2**30:.2f} GiB" for row in one["budgets"])))
+    return _table(title, cells, [f"{row['budget_bytes'] / 2**30:.2f} GiB" for row in one["budgets"]])
 
 
 def at_the_papers_share(one: Mapping[str, Any]) -> str:
@@ -318,7 +319,7 @@ def batch_table(sizes: Sequence[Mapping[str, Any]]) -> Table:
         for size, one in zip(best, sizes, strict=True)
     ]
     title = "Figure 6: largest batch in 16 GiB at the cost of one extra forward at most (the paper's in brackets)"
-    return _table(title, rows, ("", *(one["network"] for one in sizes)))
+    return _table(title, rows, [one["network"] for one in sizes])
 
 
 def _paper(figures: Mapping[str, float], one: Mapping[str, Any]) -> str:
@@ -372,13 +373,10 @@ BARS = {"no_remat": "#222222", "ap_sqrt": "#e0a030", "linearized_greedy": "#c778
 
 def picture(data: Mapping[str, Any], path: Path) -> bool:
     """Figures 5 and 6; ``False`` without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(15, 8), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    return draw(path, (15, 8), lambda figure: _paint(figure, data))
+
+
+def _paint(figure: Figure, data: Mapping[str, Any]) -> None:
     studies, sizes = data["table_2"], data["figure_6"]
     panels = figure.subplots(2, 3).ravel()
     for axes, one in zip(panels, studies, strict=False):
@@ -388,7 +386,7 @@ def picture(data: Mapping[str, Any], path: Path) -> bool:
             budgets = [row["budget_bytes"] / 2**30 for row in rows]
             axes.plot(budgets, overheads, "o-", ms=4, lw=1.2, color=color, label=method)
         axes.axvline(one["peak_bytes"] / 2**30, color="#222222", lw=1, ls=(0, (5, 3)))
-        axes.set_title(f"{one['network']}, batch {one['batch']}: overhead [%] by budget [GiB]", loc="left", fontsize=9)
+        entitle(axes, f"{one['network']}, batch {one['batch']}: overhead [%] by budget [GiB]")
         axes.set_ylim(-1, 75)
     panels[0].legend(fontsize=8, frameon=False)
     axes = panels[5]
@@ -399,19 +397,14 @@ def picture(data: Mapping[str, Any], path: Path) -> bool:
         ]
         axes.bar([i + 0.2 * index for i in range(len(sizes))], heights, 0.19, color=color, label=label)
     axes.set_xticks([i + 0.3 for i in range(len(sizes))], [one["network"] for one in sizes])
-    axes.set_title("largest batch in 16 GiB, over that without rematerialization", loc="left", fontsize=9)
+    entitle(axes, "largest batch in 16 GiB, over that without rematerialization")
     axes.legend(fontsize=8, frameon=False)
-    for axes in panels:
-        axes.tick_params(labelsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
-    return True
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the networks, print the tables, write the file and the picture."""
     packages = ("lightning_remat", "torch", "pytorchcv", "mip")
-    return script("checkmate", __doc__, "VGG16 and U-Net, a budget or two", run, present, picture, packages, argv)
+    return script("checkmate", __doc__, "VGG16 and U-Net, a budget or two", run, present, picture, packages, arguments)
 
 
 if __name__ == "__main__":

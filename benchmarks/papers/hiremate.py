@@ -27,13 +27,15 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.papers._report import script
+from benchmarks.common.commands import script
+from benchmarks.common.pictures import draw, entitle
+from benchmarks.common.tables import numbers_table
 from benchmarks.papers.checkmate_networks import layers
 from benchmarks.papers.hiremate_networks import BATCHES, capture
 from lightning_remat.graph import ComputationGraph, Phase
@@ -43,6 +45,9 @@ from lightning_remat.solvers.hiremate._blocks import alive_after
 from lightning_remat.solvers.hiremate._hiremate import _renumber
 from lightning_remat.solvers.hiremate._isomorphism import canonical_form, subproblem
 from lightning_remat.solvers.hiremate._partition import backward_blocks, partition
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PAPER_SIZES = {
     "GPT 24": (1858, 367, 734, 1614), "GPT 96": (7402, 1447, 2894, 6366), "UNet": (73, 50, 101, 205),
@@ -331,15 +336,6 @@ def run(quick: bool, console: Console) -> dict[str, Any]:
     }
 
 
-def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
-
-
 def sizes_table(studies: Sequence[Mapping[str, Any]]) -> Table:
     """Tables 4(a) and 4(b)."""
     columns = ("", "before", "forward", "both", "and data", "levels", "subgraphs", "distinct", "largest")
@@ -349,7 +345,7 @@ def sizes_table(studies: Sequence[Mapping[str, Any]]) -> Table:
         cells = zip((*one["sizes"], *one["partition"]), theirs, strict=True)
         rows.append((one["network"], *(f"{ours:,} ({paper:,})" for ours, paper in cells)))
     title = f"Tables 4(a) and 4(b): nodes of the graphs; H-Partition, {PARTITION_SIZE} nodes at most (the paper's in brackets)"
-    return _table(title, columns, rows)
+    return numbers_table(title, columns, rows)
 
 
 def results_table(studies: Sequence[Mapping[str, Any]]) -> Table:
@@ -380,7 +376,7 @@ def results_table(studies: Sequence[Mapping[str, Any]]) -> Table:
             )
         )
     title = "Table 4(c): seconds, of a tenth of the paper's; relative peak of activations and time (the paper's in brackets)"
-    return _table(title, columns, rows)
+    return numbers_table(title, columns, rows)
 
 
 def _percent(ours: float | None, paper: float | None = None) -> str:
@@ -467,7 +463,9 @@ def optimal_table(studies: Sequence[Mapping[str, Any]]) -> Table:
                     ", ".join(f"{found[method]['solve_seconds']:.1f}" for method in (OPTIMUM, H_ILP, HIREMATE)),
                 )
             )
-    return _table("Tables 2 and 3: overhead in percent (the paper's RK-CHECKMATE and H-ILP in brackets)", columns, rows)
+    return numbers_table(
+        "Tables 2 and 3: overhead in percent (the paper's RK-CHECKMATE and H-ILP in brackets)", columns, rows
+    )
 
 
 def _overhead(relative: float | None) -> str:
@@ -516,7 +514,7 @@ def curves_table(one: Mapping[str, Any]) -> Table:
         f"Figure 5: {one['network']} ({CURVES[one['network']]}), batch {one['batch']}\n"
         f"overhead in percent by share of {one['activation_bytes'] / 1e9:.1f} GB"
     )
-    return _table(title, ("", *(f"{row['share']:.1f}" for row in one["rows"])), rows)
+    return numbers_table(title, ("", *(f"{row['share']:.1f}" for row in one["rows"])), rows)
 
 
 def curves_notes(curves: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -556,7 +554,7 @@ def levels_table(studies: Sequence[Mapping[str, Any]]) -> Table:
     title = (
         f"Figure 6: {LEVELS}: overhead in percent by share, H-ILP alone at the top level, and with the dynamic program"
     )
-    return _table(title, columns, rows)
+    return numbers_table(title, columns, rows)
 
 
 def present(data: Mapping[str, Any]) -> list[RenderableType]:
@@ -573,13 +571,10 @@ COLORS = {HIREMATE: "#1f6fb4", ALONE: "#c77800", H_ILP: "#e0b060", TREEWIDTH: "#
 
 def picture(data: Mapping[str, Any], path: Path) -> bool:
     """Figures 5 and 6; ``False`` without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(15, 8), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    return draw(path, (15, 8), lambda figure: _paint(figure, data))
+
+
+def _paint(figure: Figure, data: Mapping[str, Any]) -> None:
     panels = figure.subplots(2, 3).ravel()
 
     def line(axes: Any, rows: Sequence[Mapping[str, Any]], method: str, label: str, **style: Any) -> None:
@@ -590,26 +585,22 @@ def picture(data: Mapping[str, Any], path: Path) -> bool:
     for axes, one in zip(panels, data["figure_5"], strict=False):
         for method, color in COLORS.items():
             line(axes, one["rows"], method, method, color=color)
-        axes.set_title(f"{one['network']}, batch {one['batch']}: overhead [%] by share", loc="left", fontsize=9)
+        entitle(axes, f"{one['network']}, batch {one['batch']}: overhead [%] by share")
         axes.legend(fontsize=8, frameon=False)
     for axes, method in zip(panels[4:], (ALONE, HIREMATE), strict=True):
         for one in data["figure_6"]:
             line(axes, one["rows"], method, f"{one['partition'][0]} levels ({one['top_size']}, {one['block_size']})")
-        axes.set_title(f"{LEVELS}, {method}: overhead [%] by share", loc="left", fontsize=9)
+        entitle(axes, f"{LEVELS}, {method}: overhead [%] by share")
         if data["figure_6"]:
             axes.legend(fontsize=8, frameon=False)
     for axes in panels:
         axes.set_ylim(bottom=0)
-        axes.tick_params(labelsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
-    return True
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the networks, print the tables, write the file and the picture."""
     packages = ("lightning_remat", "torch", "transformers", "pytorchcv", "mip")
-    return script("hiremate", __doc__, "three networks, a budget each", run, present, picture, packages, argv)
+    return script("hiremate", __doc__, "three networks, a budget each", run, present, picture, packages, arguments)
 
 
 if __name__ == "__main__":

@@ -18,13 +18,15 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console, RenderableType
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.papers._report import script
+from benchmarks.common.commands import script
+from benchmarks.common.pictures import draw, entitle
+from benchmarks.common.tables import numbers_table
 from benchmarks.papers.kumar_networks import feed_forward, resnet, transformer
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.schedule import verify
@@ -33,6 +35,9 @@ from lightning_remat.solvers.common._prune import drop_unused, once
 from lightning_remat.solvers.kumar._tree_decomposition import Tree, decompose, width
 from lightning_remat.solvers.kumar._treewidth import NodeGraph, remat
 from lightning_remat.solvers.xla._greedy_xla import greedy_remat
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 T = TypeVar("T")
 WITHIN = 0.25
@@ -222,11 +227,8 @@ def _named(found: Sequence[Found]) -> dict[str, Found]:
 
 def sizes_table(found: Sequence[Found]) -> Table:
     """Table 1."""
-    table = Table(
-        title="Table 1: nodes, edges, width of the decomposition (the paper's in brackets)", title_justify="left"
-    )
-    for column in ("network", "n", "m", "width", "decomposed in"):
-        table.add_column(column, justify="left" if column == "network" else "right")
+    title = "Table 1: nodes, edges, width of the decomposition (the paper's in brackets)"
+    table = numbers_table(title, ("network", "n", "m", "width", "decomposed in"))
     named = _named(found) | {f"{one.family}, {one.depth} layers": one for one in found if one.nodes > 15_000}
     for name, one in named.items():
         paper = PAPER_SIZES.get(name)
@@ -238,13 +240,12 @@ def sizes_table(found: Sequence[Found]) -> Table:
 
 def transformers_table(found: Sequence[Found]) -> Table:
     """Table 2."""
-    table = Table(title="Table 2: GiB and relative length (the paper's in brackets)", title_justify="left")
-    table.caption = (
-        f"peak ratio: NoRemat's peak over the method's; * where it is within {WITHIN:.0%} of the paper's\n{LOGITS}"
+    table = numbers_table(
+        "Table 2: GiB and relative length (the paper's in brackets)",
+        ("network", "method", "GiB", "length", "peak ratio"),
+        text=("network", "method"),
+        caption=f"peak ratio: NoRemat's peak over the method's; * where it is within {WITHIN:.0%} of the paper's\n{LOGITS}",
     )
-    table.caption_justify = "left"
-    for column in ("network", "method", "GiB", "length", "peak ratio"):
-        table.add_column(column, justify="left" if column in ("network", "method") else "right")
     for name, one in _named(found).items():
         if name not in PAPER_TRANSFORMERS:
             continue
@@ -281,8 +282,6 @@ def held_notes(found: Sequence[Found]) -> list[str]:
 
 def depths_table(found: Sequence[Found]) -> Table:
     """Figures 2 and 3."""
-    table = Table(title="Figures 2 and 3: peak and length against depth", title_justify="left", caption_justify="left")
-    table.caption = "\n".join(f"the paper on {family}: {text}" for family, text in PAPER_FIGURES.items())
     columns = (
         "network",
         "layers",
@@ -296,8 +295,8 @@ def depths_table(found: Sequence[Found]) -> Table:
         "length",
         "found in",
     )
-    for column in columns:
-        table.add_column(column, justify="left" if column == "network" else "right", no_wrap=True)
+    caption = "\n".join(f"the paper on {family}: {text}" for family, text in PAPER_FIGURES.items())
+    table = numbers_table("Figures 2 and 3: peak and length against depth", columns, caption=caption)
     for one in found:
         plain, tree = one.of(NO_REMAT), one.of(TREEWIDTH)
         has_greedy = any(point.method == GREEDY for point in one.points)
@@ -314,9 +313,7 @@ def _cells(one: Found, method: str) -> list[str]:
 
 def limits_table(one: Found) -> Table:
     """Figure 4."""
-    table = Table(title=f"Figure 4: TWRemat(k) on {one.family} {one.depth}", title_justify="left")
-    for column in ("k", "GiB", "length"):
-        table.add_column(column, justify="right")
+    table = numbers_table(f"Figure 4: TWRemat(k) on {one.family} {one.depth}", ("k", "GiB", "length"), text=())
     for point in one.points:
         if point.recursion_limit is not None:
             table.add_row(str(point.recursion_limit), f"{point.peak_bytes / 2**30:.3f}", f"{point.relative_length:.2f}")
@@ -344,14 +341,10 @@ def present(data: dict[str, Any]) -> list[RenderableType]:
 
 def picture(data: dict[str, Any], path: Path) -> bool:
     """Figures 2, 3 and 4; ``False`` without matplotlib."""
-    found = found_of(data)
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(15, 7), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    return draw(path, (15, 7), lambda figure: _paint(figure, found_of(data)))
+
+
+def _paint(figure: Figure, found: Sequence[Found]) -> None:
     panels = figure.subplots(2, 4)
     for column, family in enumerate(FAMILIES):
         for method, color in COLORS.items():
@@ -363,10 +356,8 @@ def picture(data: dict[str, Any], path: Path) -> bool:
             panels[1, column].plot(
                 depth, [one.of(method).relative_length for one in line], "o-", color=color, label=method
             )
-        panels[0, column].set_title(f"{family}: peak", loc="left", fontsize=9)
-        panels[0, column].set_ylabel("GiB", fontsize=8)
-        panels[1, column].set_title(f"{family}: length over NoRemat's", loc="left", fontsize=9)
-        panels[1, column].set_xlabel("layers", fontsize=8)
+        entitle(panels[0, column], f"{family}: peak", y="GiB")
+        entitle(panels[1, column], f"{family}: length over NoRemat's", "layers")
     panels[0, 0].legend(fontsize=8, frameon=False)
     one = with_limits(found)
     points = [point for point in one.points if point.recursion_limit is not None]
@@ -376,22 +367,16 @@ def picture(data: dict[str, Any], path: Path) -> bool:
     )
     for p in points:
         axes.annotate(str(p.recursion_limit), (p.relative_length, p.peak_bytes / 2**30), fontsize=7)
-    axes.set_title(f"TWRemat(k) on {one.family} {one.depth}, by k", loc="left", fontsize=9)
-    axes.set_xlabel("length over NoRemat's", fontsize=8)
-    axes.set_ylabel("GiB", fontsize=8)
+    entitle(axes, f"TWRemat(k) on {one.family} {one.depth}, by k", "length over NoRemat's", "GiB")
     panels[1, 3].set_axis_off()
     for axes in panels.ravel():
         axes.set_ylim(bottom=0)
-        axes.tick_params(labelsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
-    return True
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the networks, print the tables, write the file and the picture."""
     packages = ("lightning_remat", "networkx", "numpy")
-    return script("kumar", __doc__, "small depths only", run, present, picture, packages, argv)
+    return script("kumar", __doc__, "small depths only", run, present, picture, packages, arguments)
 
 
 if __name__ == "__main__":

@@ -20,13 +20,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, RenderableType
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.papers._report import script
+from benchmarks.common.commands import script
+from benchmarks.common.pictures import draw, entitle
 from benchmarks.papers.kusumoto_networks import CONVOLUTION_COST, NETWORKS, OTHER_COST, Network, build
 from lightning_remat.schedule import verify
 from lightning_remat.solvers import Problem
@@ -43,6 +44,9 @@ from lightning_remat.solvers.kusumoto._lower_sets import (
     peak_without_liveness,
     pruned_family,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DEVICE_BYTES = 11_400_000_000
 """Memory of the paper's K40 (section 5)."""
@@ -379,16 +383,13 @@ def present(data: Mapping[str, Any]) -> list[RenderableType]:
 
 def picture(data: Mapping[str, Any], path: Path) -> bool:
     """Reductions beside the paper's, and time against batch size; ``False`` without matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    rows, curves = data["table_1"], data["figure_4"]
     columns = 4
-    lines = 1 + -(-len(curves) // columns)
-    figure = Figure(figsize=(4.2 * columns, 3.4 * lines), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
+    lines = 1 + -(-len(data["figure_4"]) // columns)
+    return draw(path, (4.2 * columns, 3.4 * lines), lambda figure: _paint(figure, data, lines, columns))
+
+
+def _paint(figure: Figure, data: Mapping[str, Any], lines: int, columns: int) -> None:
+    rows, curves = data["table_1"], data["figure_4"]
     grid = figure.add_gridspec(lines, columns)
     top = figure.add_subplot(grid[0, :])
     colors = dict(zip(METHODS, ("#c77800", "#c62f2d", "#e3b45a", "#e08a88", "#3a8f4d"), strict=True))
@@ -421,23 +422,16 @@ def picture(data: Mapping[str, Any], path: Path) -> bool:
             there = [p for p in points if method in p]
             x, y = [p["batch"] for p in there], [p[method] / 1e3 for p in there]
             axes.plot(x, y, "o-", ms=4, color=colors[method], label=method)
-        axes.set_title(result["network"], loc="left", fontsize=9)
-        axes.set_xlabel("batch", fontsize=8)
-        axes.set_ylabel("time of a step [1000 units]", fontsize=8)
-        axes.tick_params(labelsize=8)
+        entitle(axes, result["network"], "batch", "time of a step [1000 units]")
         if index == 0:
             axes.legend(fontsize=7, frameon=False)
-    for every in figure.axes:
-        every.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
-    return True
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the networks, print both, write the file and the picture."""
     quick = "U-Net, VGG19 and ResNet50, the pruned family only"
     packages = ("lightning_remat", "torch", "pytorchcv", "numpy")
-    return script("kusumoto", __doc__, quick, run, present, picture, packages, argv)
+    return script("kusumoto", __doc__, quick, run, present, picture, packages, arguments)
 
 
 if __name__ == "__main__":

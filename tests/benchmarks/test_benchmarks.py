@@ -16,10 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks import networks
-from benchmarks.methods import Method, all_methods
-from benchmarks.peers import compare
-from benchmarks.peers_verdict import Verdict, judge, points, to_match, unavoidable
-from benchmarks.present import ATEN, CHECKPOINT, EAGER, INDUCTOR, OURS, UNSCHEDULED, Row, picture
+from benchmarks.common.unavoidable import unavoidable
+from benchmarks.comparison.measuring import compare
+from benchmarks.comparison.methods import Method, all_methods
+from benchmarks.comparison.picture import picture
+from benchmarks.comparison.rows import ATEN, CHECKPOINT, EAGER, INDUCTOR, OURS, UNSCHEDULED, Row
+from benchmarks.comparison.verdict import Verdict, judge, points, to_match
 from lightning_remat import rematerialize
 from lightning_remat.solvers import Problem
 from tests.helpers.brute_force import cheapest_of_any_order

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from benchmarks import determinism, networks
+from benchmarks.comparison.rows import EAGER, OURS, Row
 from benchmarks.gpu import __main__ as suite
 from benchmarks.gpu import (
     batch_size,
@@ -38,7 +39,6 @@ from benchmarks.gpu.part import CRASHED, FAILED, FAULTS, HUNG, INAPPLICABLE, MIS
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.results import Results, read
 from benchmarks.gpu.workers import Runs
-from benchmarks.present import EAGER, OURS, Row
 from lightning_remat import Rematerialized, rematerialize
 from tests.helpers import gpu_part
 

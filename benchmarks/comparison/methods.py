@@ -1,4 +1,4 @@
-"""Every way of running a training step that `peers.py` compares: each takes a module and returns what to call instead.
+"""Every way of running a training step that is compared: each takes a module and returns what to call instead.
 
 Private names of torch are used here, as people have to who try PyTorch's own budget without a code generator.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from benchmarks.present import ATEN, CHECKPOINT, EAGER, INDUCTOR, OURS, UNSCHEDULED
+from benchmarks.comparison.rows import ATEN, CHECKPOINT, EAGER, INDUCTOR, OURS, UNSCHEDULED
 from lightning_remat import Rematerialized, rematerialize
 
 MEMORY_BUDGETS = (1.0, 0.5, 0.3, 0.15, 0.05)
@@ -28,7 +28,7 @@ class Method:
     """One way of running a step.
 
     Attributes:
-        family: see `benchmarks.present`.
+        family: see `benchmarks.comparison.rows`.
         name: the row's name.
         prepare: gets a module, which a peer may change (eager and this project may not), and the names of its blocks; returns
             what is called with the batch, and returns the loss. Capture and planning may wait for the first call.
