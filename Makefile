@@ -37,7 +37,7 @@ check: install
 	$(BIN)/lint-imports
 
 test: check
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist worksteal $(ARGS)
 
 benchmark: install
 	$(BIN)/python benchmarks/peers.py $(ARGS)

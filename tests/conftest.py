@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import os
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from lightning_remat.planner import _plan_cache
+from lightning_remat.solvers.common import _clock
 from lightning_remat.solvers.portfolio import _auto
 
 # The tests of a GPU need no hypothesis: they run on machines that have torch and pytest and little else.
@@ -30,8 +32,10 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 
 @pytest.fixture(autouse=True, scope="module")
 def _what_is_there_already_is_not_searched() -> None:
-    """Modules and caches are millions of objects. Each measurement collects garbage, and looks for the tensors there are."""
-    gc.unfreeze()
+    """Modules and caches are millions of objects. Each measurement collects garbage, and looks for the tensors there are.
+
+    What is frozen stays so: to look at all of it once more takes seconds.
+    """
     gc.collect()
     gc.freeze()
 
@@ -60,6 +64,21 @@ def _searches_are_short(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     """The portfolio takes seconds for what may be a little cheaper; elsewhere any schedule within the budget will do."""
     if request.module.__name__.rpartition(".")[2] not in SEARCHING:
         monkeypatch.setattr(_auto, "usual_seconds", lambda problem: 0.3 + len(problem) / 2000)
+
+
+@pytest.fixture(autouse=True)
+def _searches_end_by_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test asks to take so many seconds does so much counted work: nothing that is found goes by the machine's speed."""
+    limited = _clock.limited
+
+    def by_work(time_limit: float, work_limit: float | None = None) -> contextlib.AbstractContextManager[float]:
+        return limited(SLOWER * time_limit, time_limit if work_limit is None else work_limit)
+
+    monkeypatch.setattr(_clock, "limited", by_work)
+
+
+SLOWER = 30.0
+"""How much slower than this clock a machine may be."""
 
 
 @pytest.fixture(autouse=True)

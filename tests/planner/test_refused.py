@@ -13,7 +13,7 @@ from lightning_remat import RematWarning, rematerialize
 from lightning_remat.errors import ScheduleError
 from lightning_remat.graph import ComputationGraph, Op, Phase, Tensor, TensorRole
 from lightning_remat.planner import RematConfig, _make, _plan_cache, make_plan
-from lightning_remat.runtime import _plans
+from lightning_remat.runtime import _planning
 from lightning_remat.schedule import verify
 from lightning_remat.solvers import Problem, solve
 from lightning_remat.solvers.portfolio import _auto
@@ -174,7 +174,7 @@ def test_what_is_refused_of_a_plan_for_several_graphs_leaves_that_of_each(monkey
     def refused(*_: Any, **__: Any) -> Any:
         raise ScheduleError("step 6 (view_1)")
 
-    monkeypatch.setattr(_plans, "plan_together", refused)
+    monkeypatch.setattr(_planning, "plan_together", refused)
     call = trains_as_eager(Net(breaks=True), budget=0.6)
     assert call.runs == (3, 3)
     assert any(plan.rematerializes for plan in call.plans)

@@ -13,11 +13,11 @@ What such a program holds at the crossing leaves room for what follows. Schedule
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Sequence
 
 from lightning_remat.solvers.bounds._linear_program import MomentsProgram, is_chain, needed_at_the_boundary
 from lightning_remat.solvers.bounds._minimum_cut import BACKWARD_AFTER_FORWARD, rollouts
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._eviction import lower_peak
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers.common._prune import finish, once
@@ -68,7 +68,7 @@ def solve_program(
 ) -> float:
     """`MomentsProgram.bound` for some moments; 0 where nothing was proven."""
     with contextlib.closing(MomentsProgram(problem, nodes, solver)) as program:
-        return program.bound(budget_bytes, deadline - time.monotonic(), whole) or 0.0
+        return program.bound(budget_bytes, deadline - clock(), whole) or 0.0
 
 
 def choose(
@@ -79,19 +79,19 @@ def choose(
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop: two thirds of the time are for moments alone.
+        deadline: `clock` at which to stop: two thirds of the time are for moments alone.
         solver: python-mip's name of the solver.
     """
-    until = deadline - (deadline - time.monotonic()) / 3
+    until = deadline - (deadline - clock()) / 3
     best = crossing = solve_program(problem, (), budget_bytes, deadline, solver=solver)
     chosen: list[list[int]] = [[]]
     alone: list[tuple[float, int]] = []
     for node in likely(problem, budget_bytes)[:ATTEMPTS]:
-        if time.monotonic() > (until if alone else deadline):
+        if clock() > (until if alone else deadline):
             break
         alone.append((solve_program(problem, [node], budget_bytes, deadline, solver=solver), node))
     for value, node in sorted(alone, reverse=True):
-        if value < (1 + GAIN) * crossing or len(chosen) > MOST or (chosen[-1] and time.monotonic() > deadline):
+        if value < (1 + GAIN) * crossing or len(chosen) > MOST or (chosen[-1] and clock() > deadline):
             break
         together = sorted([*chosen[-1], node])
         if is_chain(problem, together):
@@ -109,7 +109,7 @@ def branch(
     """The largest bound of some choices of moments with each value held or not; fewer moments prove less, but sooner."""
     best = 0.0
     for index, nodes in enumerate(chosen):
-        now = time.monotonic()
+        now = clock()
         if now < deadline:
             until = now + (deadline - now) / (len(chosen) - index)
             best = max(best, solve_program(problem, nodes, budget_bytes, until, True, solver))
@@ -122,10 +122,10 @@ def bound(problem: PlainProblem, budget_bytes: int, deadline: float, solver: str
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop; up to half of the time is for the choice of moments.
+        deadline: `clock` at which to stop; up to half of the time is for the choice of moments.
         solver: python-mip's name of the solver.
     """
-    chosen, best = choose(problem, budget_bytes, 0.5 * (time.monotonic() + deadline), solver)
+    chosen, best = choose(problem, budget_bytes, 0.5 * (clock() + deadline), solver)
     return max(best, branch(problem, chosen, budget_bytes, deadline, solver))
 
 
@@ -145,7 +145,7 @@ def schedules(
         for step in range(amounts):
             share = 1 - (1 - LOWEST) * step / amounts
             budget = problem.base_bytes + share * (budget_bytes - problem.base_bytes)
-            left = deadline - time.monotonic()
+            left = deadline - clock()
             if len(found) >= most or left < 0 or program.bound(budget, left) is None:
                 break
             keep = program.held_at(program.crossing)
@@ -174,7 +174,7 @@ def moments(
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
         seconds: for the choice of moments.
         branching_seconds: for a larger bound at the end, where the schedule is not near it.
         amounts: how many budgets, from the given one down, the program is asked for.
@@ -183,11 +183,11 @@ def moments(
     """
     if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:
         return Answer(once(problem), Status.OPTIMAL)
-    chosen, least = choose(problem, budget_bytes, min(deadline, time.monotonic() + seconds), solver)
+    chosen, least = choose(problem, budget_bytes, min(deadline, clock() + seconds), solver)
     found = schedules(problem, chosen[-1], budget_bytes, amounts, 2 * attempts, deadline, solver)
     best = finish(problem, found, budget_bytes, deadline, attempts)
     if best is None or problem.evaluate(best).seconds > (1 + GAIN) * least:
-        until = min(deadline, time.monotonic() + branching_seconds)
+        until = min(deadline, clock() + branching_seconds)
         least = max(least, branch(problem, chosen, budget_bytes, until, solver))
     names = ", ".join(problem.name(node) for node in chosen[-1]) or "none"
     notes = (f"{len(found)} schedules fit; moments beside the crossing: {names}",)

@@ -19,10 +19,10 @@ decides, before what is left of the budget is filled up (`keep_longer`).
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterable, Iterator
 
 from lightning_remat.solvers.bounds._linear_program import MomentsProgram
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._lifetimes import LONGEST
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers.common._prune import drop_unused, finish, once
@@ -91,7 +91,7 @@ def schedules(
         amounts: of bytes at the crossing, from the largest on, since those take the least time.
         budget_bytes: the most that may be held at any moment.
         most: how many schedules within the budget are enough.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
 
     Returns:
         Those within the budget, and the smallest peak that was met.
@@ -100,7 +100,7 @@ def schedules(
     smallest = problem.evaluate(problem.captured).peak_bytes
     seen: set[frozenset[int]] = set()
     for amount in amounts:
-        left = deadline - time.monotonic()
+        left = deadline - clock()
         if len(found) >= most or left < 0 or program.solve(amount, left) is None:
             break
         keep = program.kept()
@@ -131,7 +131,7 @@ def crossing(
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
         amounts: how many amounts of bytes at the crossing are tried, evenly spaced up to what the budget allows.
         attempts: how many schedules are filled up.
         solver: python-mip's name of the solver.
@@ -140,7 +140,7 @@ def crossing(
         return Answer(once(problem), Status.OPTIMAL)
     with contextlib.closing(CrossingProgram(problem, solver)) as program:
         most = min(float(program.room(budget_bytes)), program.all_bytes)
-        bound = program.solve(most, deadline - time.monotonic())
+        bound = program.solve(most, deadline - clock())
         steps = [most * step / amounts for step in range(amounts, -1, -1)]
         found, smallest = schedules(problem, program, steps, budget_bytes, attempts, deadline)
     notes = (f"{len(found)} schedules fit, the smallest peak met is {smallest:,} bytes",)

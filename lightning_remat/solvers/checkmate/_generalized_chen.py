@@ -74,7 +74,7 @@ def ap_sqrt(problem: Problem, budget_bytes: int, *, deadline: float) -> Answer:
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
     """
     return _solve(problem, budget_bytes, deadline, [root_ends(articulation_points(problem))])
 
@@ -86,7 +86,7 @@ def ap_greedy(problem: Problem, budget_bytes: int, *, deadline: float, sizes: in
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
         sizes: how many values of b are tried.
     """
     candidates = articulation_points(problem)
@@ -100,7 +100,7 @@ def linearized_sqrt(problem: Problem, budget_bytes: int, *, deadline: float) -> 
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
     """
     return _solve(problem, budget_bytes, deadline, [root_ends(range(problem.boundary))])
 
@@ -112,7 +112,7 @@ def linearized_greedy(problem: Problem, budget_bytes: int, *, deadline: float, s
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
         sizes: how many values of b are tried.
     """
     return _solve(problem, budget_bytes, deadline, greedy_segmentations(problem, range(problem.boundary), sizes))

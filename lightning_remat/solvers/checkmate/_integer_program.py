@@ -26,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import heapq
 import math
-import time
 from collections.abc import Collection, Sequence
 from functools import reduce
 from typing import TypeAlias
@@ -34,6 +33,7 @@ from typing import TypeAlias
 import mip
 
 from lightning_remat.errors import SolverError
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._mip import Model
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem
 from lightning_remat.solvers.common._prune import required
@@ -82,7 +82,7 @@ def solve_program(program: Program, best: NodeSequence | None, gap: float, deadl
     if best is not None:
         program.begin_at(best)
     notes: tuple[str, ...] = (f"started {'cold' if best is None else 'from a feasible schedule'}",)
-    left = deadline - time.monotonic()
+    left = deadline - clock()
     if left <= 0:
         program.status = mip.OptimizationStatus.NO_SOLUTION_FOUND
     else:

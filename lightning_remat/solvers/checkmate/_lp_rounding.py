@@ -19,13 +19,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-import time
 from collections.abc import Iterator
 
 import mip
 
 from lightning_remat.errors import SolverError
 from lightning_remat.solvers.checkmate._integer_program import CAPTURED_ORDER, Program, fill_computations, too_large
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._coarsen import Coarsening, coarsen
 from lightning_remat.solvers.common._problem import Evaluation, NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers.common._prune import drop_unused, keep_longer, once, required
@@ -59,7 +59,7 @@ def lp_rounding(
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
         rounding: "deterministic" (section 5.2) or "randomized" (appendix D).
         threshold: deterministic: a value is held where its share is above this.
         samples: randomized: roundings of each linear program.
@@ -91,7 +91,7 @@ def lp_rounding(
         for _ in range(samples):
             yield _scheduled(problem, coarse, sample_checkpoints(planned, checkpoints, numbers))
 
-    until = deadline - min(2.0, 0.1 * max(0.0, deadline - time.monotonic()))  # the rest is for filling up
+    until = deadline - min(2.0, 0.1 * max(0.0, deadline - clock()))  # the rest is for filling up
     bound, status = 0.0, Status.INFEASIBLE
     found: dict[NodeSequence, tuple[Evaluation, float]] = {}
     closest = -1
@@ -103,11 +103,11 @@ def lp_rounding(
             allowance = search.following(remaining)
             if allowance is None:
                 break
-            if time.monotonic() >= until:
+            if clock() >= until:
                 status = Status.TIMEOUT
                 break
             allowed = budget_bytes - round(allowance * headroom)
-            value = program.relax(allowed, until - time.monotonic())
+            value = program.relax(allowed, until - clock())
             if value is None:
                 if program.status is not mip.OptimizationStatus.INFEASIBLE:
                     status = Status.TIMEOUT
@@ -139,11 +139,11 @@ def lp_rounding(
     notes.append(f"the cheapest was rounded at an allowance of {found[ranked[0]][1]:.3g}")
     best = ranked[0]
     if fill_up:
-        late = max(deadline, time.monotonic() + 0.5)
+        late = max(deadline, clock() + 0.5)
         for sequence in ranked:
             longer = keep_longer(problem, sequence, budget_bytes, late)
             best = min(best, longer, key=lambda one: problem.evaluate(one).seconds)
-            if time.monotonic() > late:
+            if clock() > late:
                 break
     bound = min(bound, problem.evaluate(best).seconds)
     return Answer(best, Status.FEASIBLE, bound, scope, notes=tuple(notes))

@@ -33,7 +33,7 @@ def milp(
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
         gap: stop when the schedule is proven to be within this share of the bound.
         max_ops: with more nodes than this the problem is coarsened.
         coarsen_to: number of nodes of the coarsened problem, about.

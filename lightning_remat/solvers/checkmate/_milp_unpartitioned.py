@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 
 import mip
 
 from lightning_remat.solvers.checkmate._integer_program import Program, solve_program, solve_stages, too_large
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._problem import NodeSequence, Problem
 from lightning_remat.solvers.common._prune import drop_unused, keep_longer, once, required
 from lightning_remat.solvers.common._registry import Answer, register
@@ -47,7 +47,7 @@ def checkmate_unpartitioned(
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
         gap: stop when the schedule is proven to be within this share of the bound.
         max_ops: problems of more nodes are refused.
         solver: python-mip's name of the solver: "CBC", "HIGHS", "GRB".
@@ -62,7 +62,7 @@ def checkmate_unpartitioned(
         return Answer(None, Status.REFUSED, notes=(note,))
     if note := too_large(problem, budget_bytes):
         return Answer(None, Status.INFEASIBLE, notes=(note,))
-    half = time.monotonic() + 0.5 * max(0.0, deadline - time.monotonic())
+    half = clock() + 0.5 * max(0.0, deadline - clock())
     partitioned = solve_stages(problem, budget_bytes, gap=gap, deadline=half, solver=solver, start=start)
     notes: tuple[str, ...] = (f"the partitioned program: {partitioned.status.value}",)
     if partitioned.sequence is not None:

@@ -51,7 +51,7 @@ def chen_greedy(problem: Problem, budget_bytes: int, *, deadline: float, sizes: 
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
         sizes: how many values of b are tried.
     """
     if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:

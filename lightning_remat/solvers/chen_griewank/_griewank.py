@@ -22,9 +22,9 @@ other graphs. Values of nodes that may run once, and what the caller holds, are 
 from __future__ import annotations
 
 import dataclasses
-import time
 from math import comb
 
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._problem import NodeSequence, Problem
 from lightning_remat.solvers.common._prune import drop_unused, once
 from lightning_remat.solvers.common._registry import Answer, register
@@ -39,7 +39,7 @@ def griewank_logn(problem: Problem, budget_bytes: int, *, deadline: float, longe
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
         longest: numbers of snapshots that lead to more evaluations than this many times the nodes are not tried.
     """
     if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:
@@ -51,7 +51,7 @@ def griewank_logn(problem: Problem, budget_bytes: int, *, deadline: float, longe
     low, high = too_few, steps + 1
     best: tuple[float, int, NodeSequence] | None = None
     smallest = -1
-    while high - low > 1 and time.monotonic() < deadline:
+    while high - low > 1 and clock() < deadline:
         middle = low + 1 if best is None else min(2 * low, (low + high) // 2)
         sequence = drop_unused(problem, revolve(problem, middle))
         evaluation = problem.evaluate(sequence)
@@ -64,7 +64,7 @@ def griewank_logn(problem: Problem, budget_bytes: int, *, deadline: float, longe
             high = middle
     if best is not None:
         return Answer(best[2], Status.FEASIBLE, notes=(f"{best[1]} snapshots",))
-    status = Status.TIMEOUT if time.monotonic() >= deadline else Status.INFEASIBLE
+    status = Status.TIMEOUT if clock() >= deadline else Status.INFEASIBLE
     return Answer(None, status, notes=(f"the smallest peak found is {smallest:,} bytes",) if smallest >= 0 else ())
 
 

@@ -7,9 +7,9 @@ fit, larger budgets are tried: on the fine problem frees come earlier, and its s
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._coarsen import coarsen
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem
 from lightning_remat.solvers.common._prune import keep_longer, required
@@ -24,7 +24,7 @@ LARGER = (110, 125, 150)
 """Budgets for coarse programs, in percent of the budget, where the budget itself is too small for one."""
 
 Solve = Callable[[PlainProblem, int, float], tuple[NodeSequence | None, Status]]
-"""Solves a coarse problem within a budget in bytes, until a `time.monotonic`."""
+"""Solves a coarse problem within a budget in bytes, until a `clock`."""
 
 
 def search_coarsened(
@@ -44,7 +44,7 @@ def search_coarsened(
         budget_bytes: the most that may be held at any moment.
         size: number of nodes of the coarsened problem, about.
         solve: the program.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
         known: sequences of ``problem`` that count where they are within the budget.
         tighter: budgets for coarse programs where one fits, in percent of the way from the largest working set.
     """
@@ -54,11 +54,11 @@ def search_coarsened(
     smaller = [low + (budget_bytes - low) * share // 100 for share in tighter if budget_bytes > low]
     larger = [budget_bytes * share // 100 for share in LARGER]
     found = [s for s in known if s is not None and problem.evaluate(s).peak_bytes <= budget_bytes]
-    until = deadline - min(2.0, 0.1 * max(0.0, deadline - time.monotonic()))  # the rest is for filling up
+    until = deadline - min(2.0, 0.1 * max(0.0, deadline - clock()))  # the rest is for filling up
     queue, status = [budget_bytes], Status.INFEASIBLE
-    while queue and (time.monotonic() < until or queue == [budget_bytes]):
+    while queue and (clock() < until or queue == [budget_bytes]):
         budget = queue.pop(0)
-        now = time.monotonic()
+        now = clock()
         turn = now + (until - now) / (len(queue) + 1 + (len(smaller) if budget == budget_bytes else 0))
         result, ended = solve(coarse.problem, budget, turn)
         fits = False
@@ -77,5 +77,5 @@ def search_coarsened(
         if status is Status.INFEASIBLE:
             notes.append("infeasible for this coarsening only: more ops (coarsen_to) may fit")
         return Answer(None, status, notes=tuple(notes))
-    kept = [keep_longer(problem, sequence, budget_bytes, max(deadline, time.monotonic() + 0.5)) for sequence in found]
+    kept = [keep_longer(problem, sequence, budget_bytes, max(deadline, clock() + 0.5)) for sequence in found]
     return Answer(min(kept, key=lambda s: problem.evaluate(s).seconds), Status.FEASIBLE, notes=tuple(notes))

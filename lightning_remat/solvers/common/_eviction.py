@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._lifetimes import LONGEST
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem
 from lightning_remat.solvers.common._prune import drop_unused
@@ -100,7 +100,7 @@ def lower_peak(problem: PlainProblem, sequence: NodeSequence, target_bytes: int,
         return (peak, memory.count(peak)), memory
 
     height, memory = profile(sequence)
-    while height[0] > target_bytes and time.monotonic() < deadline:
+    while height[0] > target_bytes and clock() < deadline:
         moment = memory.index(height[0])
         node = sequence.nodes[moment]
         busy = {*problem.reads[node], *problem.writes[node]}
@@ -126,10 +126,10 @@ def lower_all(
     distinct = {sequence.nodes: sequence for sequence in sequences}
     ranked = sorted(distinct.values(), key=lambda sequence: problem.evaluate(sequence).seconds)
     for index, sequence in enumerate(ranked):
-        left = deadline - time.monotonic()
+        left = deadline - clock()
         if len(found) >= enough or left <= 0:
             break
-        until = time.monotonic() + 2 * left / (len(ranked) - index + 1)
+        until = clock() + 2 * left / (len(ranked) - index + 1)
         lowered = lower_peak(problem, sequence, budget_bytes, until)
         if problem.evaluate(lowered).peak_bytes <= budget_bytes:
             found.append(lowered)

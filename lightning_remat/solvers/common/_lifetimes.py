@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import heapq
 import math
-import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
 
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem
 
 Span = tuple[int, float, float]
@@ -478,7 +478,7 @@ class Lives:
         Only where memory was given back since the last look (or `mark`, or the beginning) can there be new room.
         """
         changed = True
-        while changed and time.monotonic() < deadline:
+        while changed and clock() < deadline:
             changed = False
             since, until = self.freed
             self.freed = (math.inf, -math.inf)
@@ -489,7 +489,7 @@ class Lives:
                 if key > since and self.fits(node, key, budget_bytes, until)
             ]
             heapq.heapify(queue)
-            while queue and time.monotonic() < deadline:
+            while queue and clock() < deadline:
                 _, key, node = heapq.heappop(queue)
                 if key not in self.runs[node][1:]:
                     continue

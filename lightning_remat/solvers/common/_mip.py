@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 import mip
 
 from lightning_remat.errors import SolverError
+from lightning_remat.solvers.common._clock import program_limits
 from lightning_remat.solvers.common._mip_process import BEGINNING
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ class Model:
         """Solve what was built so far.
 
         Args:
-            seconds: the most that may take.
+            seconds: the most that may take, by the solvers' clock.
             relax: leave integrality out.
 
         Returns:
@@ -149,6 +150,7 @@ class Model:
         if self._process is None:
             self.status = mip.OptimizationStatus.ERROR
             return self.status
+        seconds, nodes = program_limits(seconds, len(self.vars) + self._row_count)
         request = {
             "columns": (self._columns, self._column_kinds),
             "rows": (self._row_ends, self._row_columns, self._row_factors, self._row_constants, self._row_senses),
@@ -161,6 +163,7 @@ class Model:
                 name: getattr(self, name) for name in ("threads", "preprocess", "max_mip_gap", "max_mip_gap_abs")
             },
             "seconds": seconds,
+            "nodes": nodes,
             "relax": relax,
         }
         process, self._process = self._process, None

@@ -110,7 +110,9 @@ def _solve(model: Any, request: dict[str, Any]) -> dict[str, Any]:
         model.start = [(variables[column], value) for column, value in request["start"]]
     for name, value in request["settings"].items():
         setattr(model, name, value)
-    status = model.optimize(max_seconds=min(request["seconds"], LONGEST_SECONDS), relax=request["relax"])
+    limits = {"max_nodes": request["nodes"]} if request["nodes"] is not None and not request["relax"] else {}
+    seconds = min(request["seconds"], LONGEST_SECONDS)
+    status = model.optimize(max_seconds=seconds, relax=request["relax"], **limits)
     values = [variable.x for variable in variables]
     return {
         "status": status.name,

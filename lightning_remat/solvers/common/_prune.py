@@ -9,12 +9,12 @@ bytes say nothing of when they are held, and a budget is short at few moments. W
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._lifetimes import Charge, Lives
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem
 
@@ -92,7 +92,7 @@ def keep_longer(
         problem: the problem.
         sequence: a sequence within the budget.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop; the sequence is valid and within the budget at any moment.
+        deadline: `clock` at which to stop; the sequence is valid and within the budget at any moment.
         charge: which of `CHARGES` says what an evaluation's results take of the budget.
         bias: a factor for the price of each evaluation, such as a random one; the order is then by the prices at the start.
     """
@@ -109,6 +109,6 @@ def finish(
     ranked = sorted(distinct.values(), key=lambda sequence: problem.evaluate(sequence).seconds)
     filled = ranked[:1]
     for sequence in ranked[:most]:
-        if time.monotonic() < deadline:
+        if clock() < deadline:
             filled.append(keep_longer(problem, sequence, budget_bytes, deadline))
     return min(filled, key=lambda sequence: problem.evaluate(sequence).seconds, default=None)

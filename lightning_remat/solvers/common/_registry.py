@@ -12,6 +12,8 @@ from typing import Any, Protocol
 from lightning_remat.errors import BudgetError, SolverError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.schedule import verify
+from lightning_remat.solvers.common import _clock
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._plugins import Registry
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers.common._prune import required, resting_bytes
@@ -46,12 +48,12 @@ class Answer:
         cls, best: NodeSequence | None, deadline: float, bound: float = 0.0, scope: str = "", *, notes: tuple[str, ...]
     ) -> Answer:
         """What a search without a proof of its own ends with: the best that it found, or why there is none."""
-        missed = Status.TIMEOUT if time.monotonic() > deadline else Status.INFEASIBLE
+        missed = Status.TIMEOUT if clock() > deadline else Status.INFEASIBLE
         return cls(best, missed if best is None else Status.FEASIBLE, bound, scope, notes=notes)
 
 
 class Algorithm(Protocol):
-    """A solver: takes the problem, a budget in bytes, a deadline (`time.monotonic`), and its own keyword options."""
+    """A solver: takes the problem, a budget in bytes, a deadline (a reading of `clock`), and its own keyword options."""
 
     def __call__(self, problem: Problem, budget_bytes: int, *, deadline: float) -> Answer: ...
 
@@ -98,6 +100,7 @@ def solve(
     method: str = "auto",
     time_limit: float = 30.0,
     *,
+    work_limit: float | None = None,
     known: Solution | None = None,
     **options: Any,
 ) -> Solution:
@@ -108,6 +111,8 @@ def solve(
         budget_bytes: the most that may be held at any moment, everything counted (see `ComputationGraph.floor_bytes`).
         method: one of `available()`.
         time_limit: seconds the method may take.
+        work_limit: seconds of counted work that it may do: the answer is the same on every machine that is fast enough for
+            the time limit. ``None`` to go by time alone.
         known: a solution of the same graph within the budget, if there is one: the answer is never dearer. Methods with a
             keyword ``known`` ("auto") go on from it.
         **options: the method's own options (`options_of`).
@@ -117,12 +122,10 @@ def solve(
 
     Raises:
         SolverError: for an unknown method or option, or another package's method that cannot be loaded.
-        BudgetError: for a budget that is not a positive whole number of bytes, or a time limit that is not positive.
+        BudgetError: for a budget that is not a positive whole number of bytes, or a limit that is not positive.
     """
     if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes <= 0:
         raise BudgetError(f"a budget of {budget_bytes!r}: solve() takes a positive whole number of bytes")
-    if not time_limit > 0:
-        raise BudgetError(f"a time limit of {time_limit!r}: give a positive number of seconds")
     algorithm = METHODS.get(method)
     accepted = options_of(method)
     for name in options:
@@ -130,13 +133,14 @@ def solve(
             names = ", ".join(accepted) or "none"
             raise SolverError(f"solver {method!r} has no option {name!r}; it takes: {names}")
     started = time.monotonic()
-    problem = Problem(graph)
-    sequence = problem.contract(known.schedule) if known is not None and known.schedule is not None else None
-    goes_on = {"known": sequence} if "known" in inspect.signature(algorithm).parameters else {}
-    if (resting := resting_bytes(problem)) > budget_bytes:
-        answer = Answer(None, Status.INFEASIBLE, notes=(f"{resting:,} bytes are held while nothing runs",))
-    else:
-        answer = algorithm(problem, budget_bytes, deadline=started + time_limit, **goes_on, **options)
+    with _clock.limited(time_limit, work_limit) as deadline:
+        problem = Problem(graph)
+        sequence = problem.contract(known.schedule) if known is not None and known.schedule is not None else None
+        goes_on = {"known": sequence} if "known" in inspect.signature(algorithm).parameters else {}
+        if (resting := resting_bytes(problem)) > budget_bytes:
+            answer = Answer(None, Status.INFEASIBLE, notes=(f"{resting:,} bytes are held while nothing runs",))
+        else:
+            answer = algorithm(problem, budget_bytes, deadline=deadline, **goes_on, **options)
     if not isinstance(answer, Answer):  # the type checker cannot see into other packages
         raise SolverError(f"solver {method!r} returned a {type(answer).__name__}, not an Answer")
     if sequence is not None and known is not None:

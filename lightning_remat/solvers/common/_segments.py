@@ -6,9 +6,9 @@ values that a later forward node reads cross.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers.common._registry import Answer
 from lightning_remat.solvers.common._solution import Status
@@ -73,7 +73,7 @@ def fastest_fitting(problem: Problem, budget_bytes: int, sequences: Iterable[Nod
         tried += 1
         if evaluation.peak_bytes <= budget_bytes and (best is None or evaluation.seconds < best[0]):
             best = (evaluation.seconds, sequence)
-        if late := time.monotonic() > deadline:
+        if late := clock() > deadline:
             break
     notes = (f"{tried} schedules tried, the smallest peaks at {smallest:,} bytes",)
     if best is not None:

@@ -9,10 +9,10 @@ program of "crossing" holds for small amounts of bytes, and at the greedy's bloc
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Iterator
 
 from lightning_remat.solvers.bounds._minimum_cut import CrossingProgram, rollouts
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._eviction import lower_peak
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers.common._prune import drop_unused, finish, once
@@ -30,7 +30,7 @@ def beginnings(problem: PlainProblem, deadline: float, solver: str = "CBC") -> I
     """Schedules to descend from."""
     with contextlib.closing(CrossingProgram(problem, solver)) as program:
         for share in SHARES:
-            left = deadline - time.monotonic()
+            left = deadline - clock()
             if left < 0 or program.solve(share * program.all_bytes, left) is None:
                 break
             yield from rollouts(problem, program.kept())
@@ -46,7 +46,7 @@ def descent(problem: Problem, budget_bytes: int, *, deadline: float, enough: int
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
         enough: how many schedules within the budget are enough.
         attempts: how many of them are filled up.
     """
@@ -57,7 +57,7 @@ def descent(problem: Problem, budget_bytes: int, *, deadline: float, enough: int
     fits: list[NodeSequence] = []
     tried = 0
     for sequence in beginnings(problem, deadline):
-        if len(fits) >= enough or time.monotonic() > deadline:
+        if len(fits) >= enough or clock() > deadline:
             break
         tried += 1
         lowered = lower_peak(problem, sequence, budget_bytes, deadline)

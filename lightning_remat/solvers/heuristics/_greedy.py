@@ -10,9 +10,9 @@ budget. Nothing here is optimal; the bound that it reports is the trivial one.
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Iterable, Iterator
 
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._problem import Evaluation, NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers.common._prune import keep_longer
 from lightning_remat.solvers.common._registry import Answer, register
@@ -63,12 +63,12 @@ def fill(problem: PlainProblem, keep: Keep, budget_bytes: int, deadline: float) 
     floor = sum(seconds)
     queue = []
     for order, option in enumerate(candidates(problem)):
-        if time.monotonic() > deadline:
+        if clock() > deadline:
             break
         if not option <= keep and (gain := density(option, now)) > 0:
             queue.append((-gain, order, option))
     heapq.heapify(queue)
-    while queue and now > floor and time.monotonic() < deadline:
+    while queue and now > floor and clock() < deadline:
         gain, order, option = heapq.heappop(queue)
         if option <= keep:
             continue
@@ -89,7 +89,7 @@ def starts(problem: PlainProblem, deadline: float) -> list[tuple[Evaluation, Kee
     found = []
     for keep in boundary_sets(problem):
         found.append((problem.evaluate(rollout(problem, keep)), keep))
-        if time.monotonic() > deadline:
+        if clock() > deadline:
             break
     return sorted(found, key=lambda item: (item[0].seconds, item[0].peak_bytes))
 
@@ -107,7 +107,7 @@ def smallest(problem: PlainProblem, deadline: float) -> tuple[Evaluation, NodeSe
         keep, forget = start, frozenset[int]()
         sequence = rollout(problem, keep)
         improved = True
-        while improved and time.monotonic() < deadline:
+        while improved and clock() < deadline:
             improved = False
             for v in alive_at(problem, sequence, evaluation.peak_position):
                 attempts = [
@@ -127,7 +127,7 @@ def smallest(problem: PlainProblem, deadline: float) -> tuple[Evaluation, NodeSe
                         keep, forget, sequence, evaluation = new_keep, new_forget, other, result
                         improved = True
                         break
-                if improved or time.monotonic() > deadline:
+                if improved or clock() > deadline:
                     break
         if (evaluation.peak_bytes, evaluation.seconds) < (best[0].peak_bytes, best[0].seconds):
             best = (evaluation, sequence)
@@ -157,7 +157,7 @@ def greedy(problem: Problem, budget_bytes: int, *, deadline: float, attempts: in
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
         attempts: how many sets of boundaries are filled up (the fastest of those that fit, the smallest, and between).
     """
     if problem.evaluate(problem.captured).peak_bytes <= budget_bytes:
@@ -170,19 +170,19 @@ def greedy(problem: Problem, budget_bytes: int, *, deadline: float, attempts: in
         chosen = [fitting[round(i * (len(fitting) - 1) / max(1, attempts - 1))] for i in range(attempts)]
         for keep in dict.fromkeys(chosen):
             found.append(rollout(problem, fill(problem, keep, budget_bytes, deadline)))
-            if time.monotonic() > deadline:
+            if clock() > deadline:
                 break
         found += [rollout(problem, keep) for keep in fitting]
     else:
         evaluation, sequence = smallest(problem, deadline)
         if evaluation.peak_bytes > budget_bytes:
-            late = time.monotonic() > deadline
+            late = clock() > deadline
             return Answer(None, Status.TIMEOUT if late else Status.INFEASIBLE, notes=notes)
         found.append(sequence)
     best = cheapest(problem, found[:1])
     for sequence in found:
         best = cheapest(problem, [best, keep_longer(problem, sequence, budget_bytes, deadline)])
-        if time.monotonic() > deadline:
+        if clock() > deadline:
             break
     return Answer(best, Status.FEASIBLE, notes=notes)
 

@@ -10,9 +10,9 @@ All of it is judged by the exact peak.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable
 
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._lifetimes import Lives, Span
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem
 from lightning_remat.solvers.common._prune import CHARGES, drop_unused
@@ -42,7 +42,7 @@ def improve(
         problem: the problem.
         sequence: where to begin.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
         patience: attempts without success after which to stop; ``None`` for some hundreds, and some for each node.
         seed: of the random numbers.
 
@@ -55,7 +55,7 @@ def improve(
     lives = Lives(problem, drop_unused(problem, sequence))
     seconds = lives.seconds
     attempts = failures = 0
-    while lives.movable and lives.keys and failures < most and time.monotonic() < deadline:
+    while lives.movable and lives.keys and failures < most and clock() < deadline:
         attempts += 1
         failures += 1
         spans = _neighbourhood(lives, generator)

@@ -13,9 +13,9 @@ it read before. Random ops, and those that may run once only, stay where they ar
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem
 
 NEAR = 0.8
@@ -78,7 +78,7 @@ def reorder(problem: PlainProblem, deadline: float) -> Reordered | None:
 
     Args:
         problem: the problem.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
     """
     order = list(range(problem.boundary, len(problem)))
     memory = backward_memory(problem, order)
@@ -95,12 +95,12 @@ def reorder(problem: PlainProblem, deadline: float) -> Reordered | None:
                 there = backward_memory(problem, other)
                 if weight(there) < least * (1 - LEAST_GAIN):
                     return other, there
-                if time.monotonic() > deadline:
+                if clock() > deadline:
                     return None
         return None
 
     moved = False
-    while time.monotonic() < deadline and (found := better(weight(memory))) is not None:
+    while clock() < deadline and (found := better(weight(memory))) is not None:
         order, memory = found
         moved = True
     return Reordered(problem, [*range(problem.boundary), *order]) if moved else None

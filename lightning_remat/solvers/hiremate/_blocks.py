@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem
 from lightning_remat.solvers.common._prune import drop_unused
 from lightning_remat.solvers.common._rollout import candidates, rollout
@@ -113,7 +113,7 @@ def keep_sets(problem: PlainProblem, deadline: float) -> Iterator[frozenset[int]
         now = cost(keep)
         queue = [(price(choice), order, choice) for order, choice in enumerate(choices)]
         heapq.heapify(queue)
-        while queue and time.monotonic() < deadline:
+        while queue and clock() < deadline:
             _, order, choice = heapq.heappop(queue)
             if changed(choice) == keep:
                 continue

@@ -22,9 +22,9 @@ The bound holds for this partition and these options only, so none is reported.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Hashable
 
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers.common._prune import finish, once
 from lightning_remat.solvers.common._registry import Answer, register
@@ -60,7 +60,7 @@ def recombine(
     Args:
         chain: the blocks.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
         total_options: N_o, the most options of all blocks together (each has one at least).
         corrections: whether to use the correction terms; without them the program is smaller, and asks for more memory.
         gap: stop when the schedule is proven to be within this share of the bound.
@@ -207,7 +207,7 @@ def h_ilp(
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
         blocks: about how many blocks.
         total_options: N_o, the most options of all blocks together.
         corrections: whether to use the correction terms of appendix B.3.
@@ -230,7 +230,7 @@ def h_ilp(
         return known[form]
 
     chain = link_up(problem, [block.nodes for block in tops], options_of)
-    until = deadline - min(2.0, 0.1 * max(0.0, deadline - time.monotonic()))  # the rest is for filling up
+    until = deadline - min(2.0, 0.1 * max(0.0, deadline - clock()))  # the rest is for filling up
     result = recombine(
         chain,
         budget_bytes,

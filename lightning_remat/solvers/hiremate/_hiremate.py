@@ -29,6 +29,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Hashable, Sequence
 
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers.common._prune import drop_unused, finish, once
 from lightning_remat.solvers.common._registry import Answer, register, run_algorithm
@@ -84,7 +85,7 @@ class Hierarchy:
         found = [plain]
         chain = self.chain(problem, parts) if parts else None
         for name in self.middle if parts else self.bottom:
-            if time.monotonic() > self.deadline:
+            if clock() > self.deadline:
                 break
             if name == "keep" and len(problem) <= self.keep_size:
                 found += keep_options(problem, self.deadline)
@@ -114,7 +115,7 @@ class Hierarchy:
                 sequence = chain.sequence(table.runs(m))
                 if sequence.nodes not in found:
                     found[sequence.nodes] = measure(chain.problem, sequence)
-            if time.monotonic() > self.deadline:
+            if clock() > self.deadline:
                 break
         return list(found.values())
 
@@ -160,7 +161,7 @@ def hiremate(
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
         partitioner: one of `partitioners`, or several, each of which is tried.
         top_size: M^t, the most nodes of the top level.
         block_size: M^l, the most nodes of a block.
@@ -178,14 +179,14 @@ def hiremate(
     """
     if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:
         return Answer(once(problem), Status.OPTIMAL)
-    started = time.monotonic()
+    started = clock()
     until = deadline - 0.2 * max(0.0, deadline - started)  # the rest is for the top level and for filling up
     hierarchy = Hierarchy(middle, bottom, options, budgets, slots, keep_size, until)
     found: list[NodeSequence] = []
     notes: list[str] = []
     for name in [partitioner] if isinstance(partitioner, str) else partitioner:
         begun = time.monotonic()
-        if notes and begun > until:
+        if notes and clock() > until:
             break
         blocks = partition(name, problem, top_size=top_size, block_size=block_size)
         depth = 1 + max([block.depth for block in blocks if len(block.nodes) > 1], default=0)
@@ -197,14 +198,14 @@ def hiremate(
                 wraps = [wrap for count in counts for wrap in sequences_of(problem, blocks, min(count, len(blocks)))]
                 programs = [wrap for wrap in wraps if len(wrap) <= 2 * program_size][:1]
                 for wrapped in dict.fromkeys(wraps) if solver == "rotor" else programs:
-                    if fit and time.monotonic() > until:
+                    if fit and clock() > until:
                         break
                     chain = hierarchy.chain(problem, wrapped)
                     if solver == "rotor":
                         fit += fitting(chain, budget_bytes, slots, deadline)[:3]
                     else:
-                        left = min(program_seconds, 0.5 * (until - time.monotonic()))
-                        result = recombine(chain, budget_bytes, time.monotonic() + left, total_options=total_options)
+                        left = min(program_seconds, 0.5 * (until - clock()))
+                        result = recombine(chain, budget_bytes, clock() + left, total_options=total_options)
                         fit += [result.sequence] if result.sequence is not None else []
             else:
                 alone = _solver(solver, None)(problem, budget_bytes, deadline)
@@ -217,6 +218,6 @@ def hiremate(
     fits = [sequence for sequence in found if problem.evaluate(sequence).peak_bytes <= budget_bytes]
     best = finish(problem, fits, budget_bytes, deadline)
     if best is None:
-        status = Status.TIMEOUT if time.monotonic() > deadline else Status.INFEASIBLE
+        status = Status.TIMEOUT if clock() > deadline else Status.INFEASIBLE
         return Answer(None, status, notes=tuple(notes))
     return Answer(best, Status.FEASIBLE, notes=tuple(notes))

@@ -25,12 +25,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
 import mip
 
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._mip import Model
 from lightning_remat.solvers.common._solution import Status
 
@@ -117,7 +117,7 @@ def solve_phases(
     fixed = flow.base_bytes + sum(flow.nbytes[d] for d in flow.outputs if flow.boundary < len(flow.ways))
     if budget_bytes < max(fixed, flow.base_bytes + flow.forward_extra_bytes):
         return PhasesResult(None, Status.INFEASIBLE)
-    if time.monotonic() >= deadline:
+    if clock() >= deadline:
         return PhasesResult(None, Status.TIMEOUT)
     with contextlib.closing(_Program(flow, budget_bytes, solver, deadline)) as program:
         return program.solve(gap, deadline)
@@ -143,7 +143,7 @@ class _Program:
         self.layer_of = {node: layer for layer in flow.layers for node in (layer.forward, layer.backward)}
         self._add_variables()
         for phase in range(self.count):
-            if time.monotonic() < deadline:
+            if clock() < deadline:
                 self._add_phase(phase)
         objective = mip.xsum(  # eq. 2
             way.seconds / self.unit_seconds * variable
@@ -341,7 +341,7 @@ class _Program:
         """Run the solver and read R."""
         if not self.possible:
             return PhasesResult(None, Status.INFEASIBLE)
-        left = deadline - time.monotonic()
+        left = deadline - clock()
         if left <= 0:
             return PhasesResult(None, Status.TIMEOUT)
         self.model.max_mip_gap = gap

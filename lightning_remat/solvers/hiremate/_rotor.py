@@ -25,12 +25,12 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Hashable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._eviction import lower_all
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers.common._prune import finish, once
@@ -167,13 +167,13 @@ def around(
 
     low, high = 0, len(levels) - 1  # peaks fall along the levels, nearly
     found = False
-    while low < high and time.monotonic() < deadline:
+    while low < high and clock() < deadline:
         middle = (low + high) // 2
         fit = fits(middle)
         found |= fit
         low, high = (low, middle) if fit else (middle + 1, high)
     for index in range(max(0, low - tries), min(len(levels), low + tries)):
-        if not found or time.monotonic() < deadline:
+        if not found or clock() < deadline:
             found |= fits(index)
     return [met[index] for index in sorted(met)]
 
@@ -203,7 +203,7 @@ def rotor(
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
         blocks: about how many blocks, or several such numbers, each of which is tried; ``None`` for three that suit the size.
         options: the most options of a block.
         slots: steps in which memory is counted.
@@ -229,7 +229,7 @@ def rotor(
         found += lowered
     best = finish(problem, found, budget_bytes, deadline)
     if best is None:
-        status = Status.TIMEOUT if time.monotonic() > deadline else Status.INFEASIBLE
+        status = Status.TIMEOUT if clock() > deadline else Status.INFEASIBLE
         return Answer(None, status, notes=tuple(notes))
     return Answer(best, Status.FEASIBLE, notes=tuple(notes))
 
@@ -252,7 +252,7 @@ def chains(
         return known[form]
 
     for count in dict.fromkeys([blocks] if isinstance(blocks, int) else blocks or usual_counts(problem)):
-        if time.monotonic() > deadline:
+        if clock() > deadline:
             break
         tops: tuple[Block, ...] = partition(
             partitioner, problem, top_size=count, block_size=max(2, len(problem) // count)

@@ -24,10 +24,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._problem import Problem
 from lightning_remat.solvers.common._prune import drop_unused, keep_longer, once
 from lightning_remat.solvers.common._registry import Answer, register
@@ -51,7 +51,7 @@ def pathwidth(
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
         spend_budget: whether repetitions that the budget has room to avoid are taken out.
         longest: a schedule of more evaluations than this many times the nodes is refused. Most of these nobody reads: of 187
             times the nodes for a ResNet of 18 layers 4.5 are left.
@@ -73,7 +73,7 @@ def pathwidth(
         schedule = plan.schedule()
     except _GiveUp as reason:
         notes.append(str(reason))
-        return Answer(None, Status.TIMEOUT if time.monotonic() > deadline else Status.REFUSED, notes=tuple(notes))
+        return Answer(None, Status.TIMEOUT if clock() > deadline else Status.REFUSED, notes=tuple(notes))
     times = schedule.length / len(spine)
     notes.append(f"the schedule has {schedule.length:,} evaluations, {times:.1f} times the nodes")
     if times > longest:
@@ -290,5 +290,5 @@ class PathRemat:
         self.calls += 1
         if self.calls > self.limit:
             raise _GiveUp(f"refused: its length is not known after {self.calls - 1:,} calls of Algorithm 3")
-        if time.monotonic() > self.deadline:
+        if clock() > self.deadline:
             raise _GiveUp(f"its length is not known after {self.calls:,} calls of Algorithm 3")

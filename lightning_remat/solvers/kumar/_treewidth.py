@@ -24,12 +24,12 @@ Nothing here is optimal, and the decomposition itself is heuristic.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Iterator, Mapping
 
 import networkx as nx
 
 from lightning_remat.errors import SolverError
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers.common._prune import drop_unused, keep_longer, once
 from lightning_remat.solvers.common._registry import Answer, register
@@ -63,7 +63,7 @@ def treewidth(
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
         recursion_limit: k of TWRemat(k), section 4.3: from 1, the whole recursion, to the number of bags and more, none of it.
             ``None``: all powers of two are tried.
         spend_budget: whether repetitions that the budget has room to avoid are taken out. Without, the schedules are those of
@@ -87,7 +87,7 @@ def treewidth(
     notes = [f"tree decomposition of width {width(tree[0])}, {len(tree[0])} bags"]
     peaks: list[int] = []
     for limit in limits:
-        if time.monotonic() > deadline:
+        if clock() > deadline:
             break
         order = remat(graph.predecessors, tree, graph.targets, limit, int(longest * len(problem)), deadline)
         if order is None:
@@ -107,7 +107,7 @@ def treewidth(
         return Answer(best[1], Status.FEASIBLE, notes=tuple(notes))
     if peaks:
         notes.append(f"smallest peak {min(peaks):,} bytes")
-    return Answer(None, Status.TIMEOUT if time.monotonic() > deadline else Status.INFEASIBLE, notes=tuple(notes))
+    return Answer(None, Status.TIMEOUT if clock() > deadline else Status.INFEASIBLE, notes=tuple(notes))
 
 
 def _limits(bags: int) -> Iterator[int]:
@@ -137,7 +137,7 @@ def remat(
         targets: S, the nodes to be held at the end.
         limit: the recursion stops where fewer bags than this are left (1: where none are).
         longest: give up on sequences of more evaluations.
-        deadline: `time.monotonic` at which to give up.
+        deadline: `clock` at which to give up.
 
     Returns:
         The sequence, or ``None`` when it would have been longer than ``longest``, or late.
@@ -216,7 +216,7 @@ class _Recursion:
 
     def _extend(self, nodes: list[int]) -> None:
         self.order.extend(nodes)
-        if len(self.order) > self.longest or time.monotonic() > self.deadline:
+        if len(self.order) > self.longest or clock() > self.deadline:
             raise _GiveUp
 
 

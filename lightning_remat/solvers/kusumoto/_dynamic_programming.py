@@ -19,13 +19,13 @@ and a canonical strategy computes no node more than twice: nothing here is optim
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from lightning_remat.errors import SolverError
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._problem import NodeSequence, Problem
 from lightning_remat.solvers.common._prune import once
 from lightning_remat.solvers.common._registry import Answer, register
@@ -62,7 +62,7 @@ def exact_dp(
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
         objective: ``"time"`` for the time-centric strategy, ``"memory"`` for the memory-centric one (section 4.4).
         liveness: whether values are taken to be freed after their last use, or at the end of their segment only.
         resolution: units of time in one forward.
@@ -95,7 +95,7 @@ def approx_dp(
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
         objective: ``"time"`` for the time-centric strategy, ``"memory"`` for the memory-centric one (section 4.4).
         liveness: whether values are taken to be freed after their last use, or at the end of their segment only.
         resolution: units of time in one forward.
@@ -147,21 +147,21 @@ def _search(
 
     largest, beyond = -1, high
     for inner in dict.fromkeys(low + (high - low) * step // grid for step in range(grid + 1)):
-        if time.monotonic() > deadline:
+        if clock() > deadline:
             break
         if fits(inner):
             largest, beyond = inner, high
         elif largest >= 0 and beyond == high:
             beyond = inner
     for _ in range(halvings):
-        if largest < 0 or beyond - largest < 2 or time.monotonic() > deadline:
+        if largest < 0 or beyond - largest < 2 or clock() > deadline:
             break
         middle = (largest + beyond) // 2
         largest, beyond = (middle, beyond) if fits(middle) else (largest, middle)
     notes.append(f"{len(seen)} strategies tried, smallest peak {smallest:,} bytes")
     if fastest is not None:
         return Answer(fastest[1], Status.FEASIBLE, notes=tuple(notes))
-    late = time.monotonic() > deadline
+    late = clock() > deadline
     return Answer(None, Status.TIMEOUT if late else Status.INFEASIBLE, notes=tuple(notes))
 
 
@@ -246,11 +246,11 @@ class LowerSetProgram:
         """The smallest B for which there is a strategy (sections 4.4 and 5.1), by binary search.
 
         Args:
-            deadline: `time.monotonic` at which to stop; what is returned is feasible even so, but not the smallest.
+            deadline: `clock` at which to stop; what is returned is feasible even so, but not the smallest.
             tolerance: stop within this share of it.
         """
         low, high = -1, self.largest_budget
-        while high - low > max(1, int(tolerance * high)) and time.monotonic() < deadline:
+        while high - low > max(1, int(tolerance * high)) and clock() < deadline:
             middle = (low + high) // 2
             low, high = (low, middle) if self.feasible(middle) else (middle, high)
         return high
@@ -270,7 +270,7 @@ class LowerSetProgram:
         least = np.full(len(self), np.inf)
         least[0] = 0
         for at in range(1, len(self)):
-            if time.monotonic() > deadline:
+            if clock() > deadline:
                 return None
             sets, peak = self._before(at, least, budget)
             cached, again = self._cached(at, sets)

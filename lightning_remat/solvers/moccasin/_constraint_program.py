@@ -29,7 +29,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import time
 from collections import Counter
 from functools import reduce
 from itertools import zip_longest
@@ -38,6 +37,7 @@ from typing import Any, TypeAlias
 from ortools.sat.python import cp_model
 
 from lightning_remat.errors import SolverError
+from lightning_remat.solvers.common._clock import clock, counts, program_limits
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem
 from lightning_remat.solvers.common._prune import required
 from lightning_remat.solvers.common._solution import Status
@@ -339,7 +339,10 @@ class _Program:
 
     def _solve(self, deadline: float, gap: float, workers: int) -> tuple[Any, NodeSequence | None]:
         solver: Any = cp_model.CpSolver()
-        solver.parameters.max_time_in_seconds = max(0.0, deadline - time.monotonic())
+        left = max(0.0, deadline - clock())
+        if counts():
+            solver.parameters.max_deterministic_time = left
+        solver.parameters.max_time_in_seconds, _ = program_limits(left)
         solver.parameters.num_workers = workers
         solver.parameters.absolute_gap_limit = gap
         status = solver.solve(self.model)

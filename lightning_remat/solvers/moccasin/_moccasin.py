@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_remat.errors import SolverError
+from lightning_remat.solvers.common._clock import clock, counts, limited, program_limits
 from lightning_remat.solvers.common._coarse_search import COARSE_GAP, search_coarsened
 from lightning_remat.solvers.common._mip_process import BEGINNING
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
@@ -31,7 +32,7 @@ GRACE_SECONDS = 15.0
 
 
 class Request(NamedTuple):
-    """What the process is asked; ``until`` is a `time.time`, which all processes share."""
+    """What the process is asked; ``until`` is a `time.time`, which all processes share; ``work`` are seconds of it."""
 
     problem: PlainProblem
     budget_bytes: int
@@ -42,6 +43,7 @@ class Request(NamedTuple):
     coarsen_to: int = 60
     workers: int = 1
     start: NodeSequence | None = None
+    work: float | None = None
 
 
 @register("moccasin")
@@ -62,7 +64,7 @@ def moccasin(
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
         intervals: C_v, the most retention intervals of a node.
         gap: stop when the schedule is proven to be within this share of the bound.
         max_ops: with more nodes than this the problem is coarsened.
@@ -82,8 +84,10 @@ def moccasin(
         raise SolverError(f"moccasin: intervals={intervals!r}: a node has at least one retention interval")
     if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:
         return Answer(once(problem), Status.OPTIMAL)
-    until = time.time() + deadline - time.monotonic()
-    return ask([Request(problem, budget_bytes, until, intervals, gap, max_ops, coarsen_to, workers, start)])[0]
+    seconds, _ = program_limits(deadline - clock())
+    work = max(1e-6, deadline - clock()) if counts() else None
+    until = time.time() + seconds
+    return ask([Request(problem, budget_bytes, until, intervals, gap, max_ops, coarsen_to, workers, start, work)])[0]
 
 
 def ask(requests: Sequence[Request]) -> list[Answer]:
@@ -125,11 +129,15 @@ def serve() -> None:
 
 
 def _answer(request: Request) -> Answer:
+    with limited(max(1e-3, request.until - time.time()), request.work) as deadline:
+        return _solved(request, deadline)
+
+
+def _solved(request: Request, deadline: float) -> Answer:
     from lightning_remat.solvers.moccasin._constraint_program import solve_intervals
 
     problem, budget_bytes, intervals, gap = request.problem, request.budget_bytes, request.intervals, request.gap
-    deadline = time.monotonic() + request.until - time.time()
-    until = deadline - min(2.0, 0.1 * max(0.0, deadline - time.monotonic()))  # the rest is for filling up
+    until = deadline - min(2.0, 0.1 * max(0.0, deadline - clock()))  # the rest is for filling up
 
     def solved(what: PlainProblem, budget: int, gap: float, turn: float, start: NodeSequence | None) -> StagesResult:
         return solve_intervals(
@@ -145,7 +153,7 @@ def _answer(request: Request) -> Answer:
             return Answer(None, result.status, result.lower_bound_seconds, scope, notes=result.notes)
         sequence = drop_unused(problem, result.sequence)  # a first evaluation that nobody reads yet may wait
         if result.status is not Status.OPTIMAL:
-            sequence = keep_longer(problem, sequence, budget_bytes, max(deadline, time.monotonic() + 0.5))
+            sequence = keep_longer(problem, sequence, budget_bytes, max(deadline, clock() + 0.5))
         bound = min(result.lower_bound_seconds, problem.evaluate(sequence).seconds)
         return Answer(sequence, result.status, bound, scope, notes=result.notes)
 

@@ -18,6 +18,7 @@ import time
 from lightning_remat.errors import GraphError, ScheduleError, SolverError
 from lightning_remat.schedule import verify
 from lightning_remat.solvers.bounds._minimum_cut import BACKWARD_AFTER_FORWARD
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._problem import NodeSequence, Problem
 from lightning_remat.solvers.common._prune import once
 from lightning_remat.solvers.common._registry import Answer, register, run_algorithm
@@ -104,14 +105,14 @@ def auto(
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
         seconds: how long to search; ``None`` for what usually pays (`usual_seconds`). "hiremate" gets half as much again.
         exact_up_to: nodes up to which Checkmate's program is solved whole.
         exact_seconds: the most that Checkmate's program may take here; method ``"milp"`` takes the whole time limit.
         improvements: how many of the cheapest schedules are improved, half as many again each time.
         known: a sequence within the budget, if there is one already.
     """
-    started = time.monotonic()
+    begun, started = clock(), time.monotonic()
     span = usual_seconds(problem) if seconds is None else seconds
     portfolio = _Portfolio(problem, budget_bytes, deadline)
     if too_large := needs_more(problem, budget_bytes):
@@ -122,11 +123,11 @@ def auto(
         if portfolio.attempt("no_remat", deadline):
             portfolio.add("no_remat", once(problem))  # without what nothing depends on
         else:
-            until = min(deadline, started + span)
+            until = min(deadline, begun + span)
             portfolio.search(until, span, exact_up_to, exact_seconds)
             share = min(max(portfolio.gap() / IMPROVING_GAP, IMPROVING_SHARES[0]), IMPROVING_SHARES[1])
-            portfolio.improve(min(deadline, max(until, time.monotonic() + share * span)), improvements)
-            if portfolio.gap() > EXACT and "moments" not in portfolio.asked and time.monotonic() < until:
+            portfolio.improve(min(deadline, max(until, clock() + share * span)), improvements)
+            if portfolio.gap() > EXACT and "moments" not in portfolio.asked and clock() < until:
                 portfolio.attempt("moments", until)  # with what is left of the usual time
     except KeyboardInterrupt:
         if not portfolio.found:
@@ -200,27 +201,25 @@ class _Portfolio:
         self.attempt("crossing", until)
         self.attempt("rotor", until)
         if self.gap() > (CLOSED_GAP if size <= MOMENTS_UP_TO else OPEN_GAP):
-            self.attempt("moments", min(self.deadline, time.monotonic() + span))
+            self.attempt("moments", min(self.deadline, clock() + span))
         for method in QUICK if size <= QUICK_UP_TO else ():
             self.attempt(method, until)
         if size <= exact_up_to:
             self.attempt("exact_dp", until)
-            self.attempt("lp_rounding", min(until, time.monotonic() + exact_seconds))
-            self.attempt("milp", min(self.deadline, time.monotonic() + exact_seconds))
+            self.attempt("lp_rounding", min(until, clock() + exact_seconds))
+            self.attempt("milp", min(self.deadline, clock() + exact_seconds))
         else:
             self.notes.append(f"milp: not tried, {size} operations are more than {exact_up_to}")
-        if self.gap() > WIDE_GAP and (
-            other := reorder(self.problem, min(self.deadline, time.monotonic() + 0.2 * span))
-        ):
+        if self.gap() > WIDE_GAP and (other := reorder(self.problem, min(self.deadline, clock() + 0.2 * span))):
             for method in BY_ORDER:
-                self.attempt(method, min(self.deadline, time.monotonic() + 0.5 * span), other)
+                self.attempt(method, min(self.deadline, clock() + 0.5 * span), other)
         if self.gap() > OPEN_GAP:
-            self.attempt("descent", min(self.deadline, max(until, time.monotonic() + 0.5 * span)))
+            self.attempt("descent", min(self.deadline, max(until, clock() + 0.5 * span)))
         if exact_up_to < size <= HIREMATE_UP_TO and self.found and self.gap() > WIDE_GAP:
-            self.attempt("hiremate", min(self.deadline, time.monotonic() + 0.5 * span))
+            self.attempt("hiremate", min(self.deadline, clock() + 0.5 * span))
         for method in OTHERWISE:
-            if not self.found and time.monotonic() < self.deadline:
-                self.attempt(method, 0.5 * (self.deadline + time.monotonic()))
+            if not self.found and clock() < self.deadline:
+                self.attempt(method, 0.5 * (self.deadline + clock()))
 
     def improve(self, until: float, improvements: int) -> None:
         """Successive halving of the best: as much time for each round, and in it for each schedule."""
@@ -230,14 +229,14 @@ class _Portfolio:
         rounds = len(best).bit_length()
         for number in range(rounds):
             for index, (cost, sequence, method) in enumerate(best):
-                left = until - time.monotonic()
+                left = until - clock()
                 if left <= 0 or self.gap() <= CLOSED_GAP:
                     return
-                stop = time.monotonic() + left / ((rounds - number) * len(best) - index)
+                stop = clock() + left / ((rounds - number) * len(best) - index)
                 better, attempts = improve(self.problem, sequence, self.budget_bytes, stop, seed=number)
-                now = self.add(method, better)
-                self.notes.append(f"improved {method} from {cost:.6g} to {now:.6g} s a step in {attempts} attempts")
-                best[index] = (now, better, method)
+                cheaper = self.add(method, better)
+                self.notes.append(f"improved {method} from {cost:.6g} to {cheaper:.6g} s a step in {attempts} attempts")
+                best[index] = (cheaper, better, method)
             best = sorted(best, key=lambda one: one[0])[: max(1, len(best) // 2)]
 
     def verified(self) -> tuple[float, NodeSequence, str]:
@@ -262,7 +261,7 @@ class _Portfolio:
     def answer(self, started: float) -> Answer:
         """The cheapest, with the bound that holds for it."""
         if not self.found:
-            late = time.monotonic() >= self.deadline
+            late = clock() >= self.deadline
             bound, scope = self.proven(math.inf)
             status = Status.TIMEOUT if late else Status.INFEASIBLE
             return Answer(None, status, bound, scope, notes=tuple(self.notes))

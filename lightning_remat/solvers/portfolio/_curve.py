@@ -15,6 +15,8 @@ import time
 from lightning_remat.errors import BudgetError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.solvers.bounds._minimum_cut import BACKWARD_AFTER_FORWARD, CrossingProgram, schedules
+from lightning_remat.solvers.common import _clock
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._eviction import lower_peak
 from lightning_remat.solvers.common._problem import NodeSequence, Problem
 from lightning_remat.solvers.common._prune import finish, keep_longer, once
@@ -48,27 +50,46 @@ class Curve:
         return min(fits, key=lambda solution: (solution.seconds, solution.peak_bytes), default=None)
 
 
-def plan_curve(graph: ComputationGraph, points: int = 24, time_limit: float = 30.0) -> Curve:
+def plan_curve(
+    graph: ComputationGraph, points: int = 24, time_limit: float = 30.0, *, work_limit: float | None = None
+) -> Curve:
     """Solve ``graph`` for many budgets at once.
 
     Args:
         graph: the problem, with costs.
         points: number of budgets, evenly spaced from the smallest peak found to the peak without rematerialization.
         time_limit: seconds that it may take; budgets that are not come to get the schedule of a smaller one.
+        work_limit: seconds of counted work, beside it (see `solve`).
 
     Raises:
-        BudgetError: for fewer than two points, or a time limit that is not positive.
+        BudgetError: for fewer than two points, or a limit that is not positive.
     """
-    if points < 2 or not time_limit > 0:
-        raise BudgetError(
-            f"points={points!r}, time_limit={time_limit!r}: give two points or more, and a positive time limit"
-        )
+    if points < 2:
+        raise BudgetError(f"points={points!r}: give two points or more")
     started = time.monotonic()
-    deadline = started + time_limit
-    problem = Problem(graph)
+    with _clock.limited(time_limit, work_limit) as deadline:
+        problem = Problem(graph)
+        budgets, chosen, bounds = _schedules(problem, points, deadline)
+    solutions = [
+        solution_of(
+            graph,
+            problem,
+            Answer(sequence, Status.FEASIBLE, bound, BACKWARD_AFTER_FORWARD if bound else ""),
+            budget,
+            "curve",
+            {},
+            started,
+        )
+        for sequence, bound, budget in zip(chosen, bounds, budgets, strict=True)
+    ]
+    return Curve(tuple(solutions), tuple(budgets), time.monotonic() - started)
+
+
+def _schedules(problem: Problem, points: int, deadline: float) -> tuple[list[int], list[NodeSequence], list[float]]:
+    """Budgets, the cheapest sequence that is found within each, and what each costs at least."""
     plain = once(problem)
     top = problem.evaluate(plain).peak_bytes
-    lowest = find_smallest_sequence(problem, started + time_limit / 3)
+    lowest = find_smallest_sequence(problem, clock() + (deadline - clock()) / 3)
     bottom = problem.evaluate(lowest).peak_bytes
     budgets = [bottom + (top - bottom) * point // (points - 1) for point in range(points)]
     chosen: list[NodeSequence] = [lowest] * points
@@ -80,7 +101,7 @@ def plan_curve(graph: ComputationGraph, points: int = 24, time_limit: float = 30
 
     with contextlib.closing(CrossingProgram(problem)) as program:
         for point in range(points - 2, -1, -1):
-            left = deadline - time.monotonic()
+            left = deadline - clock()
             if left <= 0:
                 break
             budget = budgets[point]
@@ -99,18 +120,6 @@ def plan_curve(graph: ComputationGraph, points: int = 24, time_limit: float = 30
             seconds(chosen[point - 1]) < seconds(chosen[point])
             or problem.evaluate(chosen[point]).peak_bytes > budgets[point]
         ):
-            filled = keep_longer(problem, chosen[point - 1], budgets[point], max(deadline, time.monotonic() + 0.5))
+            filled = keep_longer(problem, chosen[point - 1], budgets[point], max(deadline, clock() + 0.5))
             chosen[point] = filled
-    solutions = [
-        solution_of(
-            graph,
-            problem,
-            Answer(sequence, Status.FEASIBLE, bound, BACKWARD_AFTER_FORWARD if bound else ""),
-            budget,
-            "curve",
-            {},
-            started,
-        )
-        for sequence, bound, budget in zip(chosen, bounds, budgets, strict=True)
-    ]
-    return Curve(tuple(solutions), tuple(budgets), time.monotonic() - started)
+    return budgets, chosen, bounds

@@ -18,6 +18,7 @@ from typing import Any
 from lightning_remat.errors import GraphError
 from lightning_remat.graph import ComputationGraph, TensorRole
 from lightning_remat.schedule import Compute
+from lightning_remat.solvers.common import _clock
 from lightning_remat.solvers.common._eviction import lower_peak
 from lightning_remat.solvers.common._problem import NodeSequence, Problem
 from lightning_remat.solvers.common._prune import finish, once, required
@@ -154,12 +155,11 @@ def moved(
     problem = Problem(graph)
     here = [nodes for nodes in (sequence.on(problem) for sequence in sequences) if nodes is not None]
 
-    def lowered() -> Iterator[NodeSequence]:
-        for sequence in sorted(here, key=lambda one: max(budget_bytes, problem.evaluate(one).peak_bytes)):
-            yield lower_peak(problem, sequence, budget_bytes, started + time_limit)
-
-    fits = [one for one in lowered() if problem.evaluate(one).peak_bytes <= budget_bytes]
-    best = finish(problem, fits, budget_bytes, started + time_limit)
+    ranked = sorted(here, key=lambda one: max(budget_bytes, problem.evaluate(one).peak_bytes))
+    with _clock.limited(time_limit) as deadline:
+        lowered = [lower_peak(problem, sequence, budget_bytes, deadline) for sequence in ranked]
+        fits = [one for one in lowered if problem.evaluate(one).peak_bytes <= budget_bytes]
+        best = finish(problem, fits, budget_bytes, deadline)
     if best is None:
         return None
     answer = Answer(best, Status.FEASIBLE, notes=("from other batch sizes",))
@@ -274,15 +274,15 @@ class _Search:
             size = min(middle, 2 * self.low) if self.low else middle
             say(f"between a batch size of {self.low} and {missed - 1}")
             problem, cap = self._with_cap(size)
-            deadline = time.monotonic() + seconds
-            answer = run_algorithm("crossing", problem, self._budget, deadline)
-            self.add(answer.sequence)
-            if answer.lower_bound_seconds > cap:
-                self.high = size
-            elif self.low < size:
-                lowered = lower_peak(problem, self._best, self._budget, deadline)
-                if problem.evaluate(lowered).peak_bytes <= self._budget:
-                    self.add(finish(problem, [lowered], self._budget, deadline))
+            with _clock.limited(seconds) as deadline:
+                answer = run_algorithm("crossing", problem, self._budget, deadline)
+                self.add(answer.sequence)
+                if answer.lower_bound_seconds > cap:
+                    self.high = size
+                elif self.low < size:
+                    lowered = lower_peak(problem, self._best, self._budget, deadline)
+                    if problem.evaluate(lowered).peak_bytes <= self._budget:
+                        self.add(finish(problem, [lowered], self._budget, deadline))
             if self.low < size:
                 missed = size
         self._missed = missed if missed < self.high else None

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 
 from lightning_remat.graph import ComputationGraph
+from lightning_remat.solvers.common import _clock
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._eviction import lower_peak
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers.common._prune import finish, required
@@ -42,10 +44,10 @@ SLOTS = 400
 
 def find_smallest_sequence(problem: PlainProblem, deadline: float) -> NodeSequence:
     """A sequence of the smallest peak that is found, or nearly so and cheaper, filled up within its peak."""
-    span = max(0.0, deadline - time.monotonic())
-    first, sequence = smallest(problem, time.monotonic() + span / 4)
+    span = max(0.0, deadline - clock())
+    first, sequence = smallest(problem, clock() + span / 4)
     found = [(first.peak_bytes, first.seconds, sequence)]
-    other = reorder(problem, time.monotonic() + span / 10)
+    other = reorder(problem, clock() + span / 10)
     order = other.order[problem.boundary :] if other else range(problem.boundary, len(problem))
     backward = max(backward_memory(problem, order), default=0)
     handed_out = sum([problem.nbytes[v] for v in problem.forward_outputs])
@@ -63,14 +65,14 @@ def find_smallest_sequence(problem: PlainProblem, deadline: float) -> NodeSequen
     if len(problem) <= SMALL:  # a moment, and all that a short time allows
         lower(problem, sequence, deadline)
     orders = [one for one in (other, problem) if one is not None]
-    until = time.monotonic() + BLOCKWISE * (deadline - time.monotonic())
+    until = clock() + BLOCKWISE * (deadline - clock())
     for one in orders:
         for start in blockwise(one, lowest(), least, until):
-            if time.monotonic() < until:
+            if clock() < until:
                 lower(one, start, until)
     others = ((one, start) for one in orders for start in beginnings(one, deadline))
     for one, begin in itertools.chain([] if len(problem) <= SMALL else [(problem, sequence)], others):
-        if time.monotonic() > deadline or lowest() <= least:
+        if clock() > deadline or lowest() <= least:
             break
         lower(one, begin, deadline)
     peak = limit = lowest()
@@ -79,7 +81,7 @@ def find_smallest_sequence(problem: PlainProblem, deadline: float) -> NodeSequen
         near = [one for one in found if one[0] <= (1 + NEARLY) * peak]
         limit = min(near, key=lambda one: one[1] + WORTH * (one[0] / peak - 1) * step)[0]
     fits = [one for held, _, one in found if held <= limit]
-    filled = finish(problem, fits, limit, max(deadline, time.monotonic() + 0.5))
+    filled = finish(problem, fits, limit, max(deadline, clock() + 0.5))
     assert filled is not None
     return filled
 
@@ -93,7 +95,7 @@ def blockwise(problem: PlainProblem, known_bytes: int, least_bytes: int, deadlin
             yield sequence
 
 
-def find_smallest(graph: ComputationGraph, time_limit: float = 30.0) -> Solution:
+def find_smallest(graph: ComputationGraph, time_limit: float = 30.0, *, work_limit: float | None = None) -> Solution:
     """The schedule of the smallest peak that is found, improved at that peak: what ``budget="min"`` means.
 
     It always has a schedule.
@@ -101,17 +103,18 @@ def find_smallest(graph: ComputationGraph, time_limit: float = 30.0) -> Solution
     Args:
         graph: the problem.
         time_limit: seconds it may take.
+        work_limit: seconds of counted work, beside it (see `solve`).
 
     Returns:
         A `Solution` whose ``peak_bytes`` is the smallest feasible budget found. Its notes name the op whose own working set
         no schedule can go below.
     """
     started = time.monotonic()
-    problem = Problem(graph)
-    deadline = started + time_limit
-    sequence = find_smallest_sequence(problem, deadline)
-    peak = problem.evaluate(sequence).peak_bytes
-    sequence, _ = improve(problem, sequence, peak, min(deadline, time.monotonic() + 2.0 + len(problem) / 400))
+    with _clock.limited(time_limit, work_limit) as deadline:
+        problem = Problem(graph)
+        sequence = find_smallest_sequence(problem, deadline)
+        peak = problem.evaluate(sequence).peak_bytes
+        sequence, _ = improve(problem, sequence, peak, min(deadline, clock() + 2.0 + len(problem) / 400))
     notes: tuple[str, ...] = ("the smallest peak found; a smaller one may exist",)
     floor, worst = largest_bytes(problem)
     if worst is not None:

@@ -22,10 +22,10 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import heapq
-import time
 from collections.abc import Iterable
 from operator import attrgetter
 
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem, Problem
 from lightning_remat.solvers.common._prune import drop_unused, once
 from lightning_remat.solvers.common._registry import Answer, register
@@ -39,7 +39,7 @@ def greedy_xla(problem: Problem, budget_bytes: int, *, deadline: float, limit_by
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `time.monotonic` at which to stop.
+        deadline: `clock` at which to stop.
         limit_bytes: memory that the greedy aims at; ``None`` for the budget. A lower limit may reach a lower peak.
     """
     if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:
@@ -102,7 +102,7 @@ class _Greedy:
 
     def run(self, deadline: float) -> NodeSequence | None:
         for event in self.events:  # it grows behind the one that is looked at
-            if time.monotonic() > deadline:
+            if clock() > deadline:
                 return None
             used = {*event.reads, *event.writes}
             self.unread.difference_update(event.reads)
