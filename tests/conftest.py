@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import itertools
 import os
 from collections.abc import Iterator
 
@@ -30,12 +31,18 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of the processes that tests start
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _what_is_there_already_is_not_searched() -> None:
-    """Modules and caches are millions of objects. Each measurement collects garbage, and looks for the tensors there are.
+TESTS_BETWEEN_SEARCHES = 200
+_tests = itertools.count()
 
-    What is frozen stays so: to look at all of it once more takes seconds.
+
+@pytest.fixture(autouse=True)
+def _what_is_there_already_is_not_searched() -> None:
+    """Modules and caches are millions of objects, and each measurement collects garbage, and looks for the tensors there are.
+
+    What is there when a test begins is set aside, and looked at again now and then: that takes seconds.
     """
+    if next(_tests) % TESTS_BETWEEN_SEARCHES == TESTS_BETWEEN_SEARCHES - 1:
+        gc.unfreeze()
     gc.collect()
     gc.freeze()
 
