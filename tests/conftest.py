@@ -48,6 +48,12 @@ def _what_is_there_already_is_not_searched() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _nothing_is_captured_yet() -> None:
+    """What other tests have captured of a shared function would be asked first whether it holds, and slow the capture down."""
+    torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
 def _no_plans_of_other_runs(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Each test solves for itself. Measured costs are shared, as they are among a user's runs."""
     folder = tmp_path_factory.mktemp("plans")
@@ -59,7 +65,6 @@ SEARCHING = {
     "test_h100_graphs",
     "test_methods",
     "test_planner",
-    "test_background",
     "test_papers",
     "test_curve",
 }

@@ -21,7 +21,7 @@ from lightning_remat.cost import _profile
 from lightning_remat.errors import ConfigError
 from lightning_remat.planner import BatchSizes, RematWarning, _make
 from lightning_remat.planner._batch_size import SOLVES
-from lightning_remat.runtime import _plans
+from lightning_remat.runtime import _planning
 from lightning_remat.solvers.portfolio import _largest_batch
 from tests.helpers.failing import failing
 from tests.helpers.training import Classifier, assert_same, loader, trainer
@@ -203,7 +203,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     count(batch_size_finder._Search, "_capture", "captures")
     count(batch_size_finder._Search, "_confirm", "real steps")
-    count(_plans.Plans, "measured", "measurements")
+    count(_planning.Planning, "measured", "measurements")
     count(_largest_batch, "solve", "solves of the search")
     count(_make, "find_smallest", "plans")
     count(_make, "solve", "plans")

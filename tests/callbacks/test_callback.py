@@ -64,7 +64,7 @@ def test_an_epoch_with_a_smaller_last_batch_and_validation():
         {"precision": "bf16-mixed"},
         {"precision": "bf16-true"},
         {"precision": "32-true"},
-        {"accumulate_grad_batches": 2},
+        {"accumulate_grad_batches": 2, "budget": 0.5},
         {"gradient_clip_val": 0.1},
         {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
         {"fast_dev_run": True},
@@ -91,7 +91,7 @@ def test_a_barebones_trainer():
 
 def test_accumulation_that_begins_later():
     callbacks = lambda: [GradientAccumulationScheduler({1: 2})]  # noqa: E731
-    _, _, remat = compare(Classifier, **ONE, max_epochs=2, callbacks=callbacks)
+    _, _, remat = compare(Classifier, **ONE, budget=0.5, max_epochs=2, callbacks=callbacks)
     graph = remat.plans[0].graph
     assert graph.forward_resident_bytes == 0 and graph.resident_bytes >= graph.gradient_bytes
 

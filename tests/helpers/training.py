@@ -22,7 +22,7 @@ FOLDER = tempfile.TemporaryDirectory(prefix="lightning_remat-")  # as long as th
 QUICK = {"solver": "greedy"}
 
 
-def network(layers: int = 3, width: int = WIDTH) -> nn.Sequential:
+def network(layers: int = 2, width: int = WIDTH) -> nn.Sequential:
     """Linear, batch norm, activation and dropout, a few times, and four classes."""
     parts: list[nn.Module] = []
     for _ in range(layers):

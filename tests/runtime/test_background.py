@@ -50,7 +50,7 @@ def wait_for(search: Search, seconds: float = 60.0):
 
 def test_the_process_finds_a_cheaper_schedule_and_ends() -> None:
     plan = dear_plan()
-    search = Search(plan, RematConfig(budget=BUDGET, time_limit=5.0))
+    search = Search(plan, RematConfig(budget=BUDGET, time_limit=2.0))
     process = search._process
     assert process is not None
     solution = wait_for(search)
