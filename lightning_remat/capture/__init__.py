@@ -1,4 +1,15 @@
-"""torch to computation graph. On a torch that is not known, what captures is not there (see ``_torch``)."""
+"""From what torch traces to a computation graph. (On a torch that is not known, what captures is `Unavailable`.)
+
+* ``_joint`` reads AOTAutograd's joint graph, after ``rewritings`` have changed it, into a ``_captured_graph``.
+  ``_nodes``, ``_order``, ``_node_calls`` and ``_sizes`` are its parts; ``_call`` describes one op for the cost models.
+* What is known of single ops: ``_ops``, ``_overwriting``, ``_scatters``, ``_layouts`` and ``_effects``.
+* Gradients are added and laid out as in eager mode: ``_sums``, ``_ports``, ``_tangents`` and ``_autocast``.
+* What is replaced in Dynamo while it traces: ``_buffers``, ``_compiled``, ``_constants``, ``_early``, ``_hook_order``,
+  ``_masks``, ``_messages`` and ``_numpy``.
+* Dynamo's graphs before AOTAutograd traces them: ``_regions`` are inlined, and ``_inference`` mode may be refused.
+  Some ``_checkpoints`` are refused in the joint graph.
+* ``_torch`` holds every private name of torch.
+"""
 
 from typing import TYPE_CHECKING
 

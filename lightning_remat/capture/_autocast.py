@@ -4,9 +4,9 @@ Eager autocast casts a parameter once in a region and uses that copy everywhere 
 in the low precision. AOTAutograd casts the parameter for every use, and adds in float32: other bits, where a parameter is
 used more than once. Here the casts become one again.
 
-A region that is around captured code is around other code too, which eager mode lets use the same copy: other parts of a step,
-a second call of a module. Each of these has a copy of its own here, so `shares_casts` asks, when a backward begins, whether
-gradients of several come together at a parameter.
+A region around a captured graph may be around other code too, which shares the copy in eager mode: other graphs of the
+step, a second call of a module. Here each of these has a copy of its own, so `shares_casts` asks, when a backward
+begins, whether the gradients of several copies come together at a parameter.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class Autocast:
     Attributes:
         cached: dtypes that parameters are cast to, once in a region.
         regions: how many there are, each with a cache of its own.
-        outer: the region is one around what was captured.
+        outer: the region is one around the captured graph, and not one inside of it.
         mixed: some of the regions have no cache (``cache_enabled=False``), and others have.
-        computed: positions of the arguments that are no leaves of autograd's graph, or views: they are cast for each use.
+        computed: positions of the arguments that autocast keeps no copy of, but casts for each use
+            (`is_cast_for_each_use`).
     """
 
     cached: frozenset[torch.dtype] = frozenset()
@@ -47,7 +48,12 @@ class Autocast:
 
     @classmethod
     def around(cls, module: torch.fx.GraphModule, inputs: Sequence[Any] = ()) -> Autocast:
-        """What is on now, around a captured forward that is given these, or is entered in it."""
+        """Autocast around a captured forward, as it is on at this moment, or else as the forward itself enters it.
+
+        Args:
+            module: what Dynamo has captured.
+            inputs: its example arguments.
+        """
         computed = frozenset(
             i for i, one in enumerate(inputs) if isinstance(one, torch.Tensor) and is_cast_for_each_use(one)
         )
@@ -77,12 +83,12 @@ NO_AUTOCAST = Autocast()
 
 
 def is_cast_for_each_use(tensor: torch.Tensor) -> bool:
-    """Whether autocast keeps no copy of a tensor: it is none of the leaves of autograd's graph, or a view."""
+    """Whether autocast keeps no copy of a tensor: it is no leaf of autograd's graph, or it is a view."""
     return not tensor.is_leaf or tensor._is_view()
 
 
 def share_casts(graph: torch.fx.Graph, forward_outputs: int, autocast: Autocast) -> None:
-    """One cast for each parameter, and its gradients added as eager adds them.
+    """Cast each parameter once, and add the gradients of its uses as eager mode does, in the low precision.
 
     Args:
         graph: the joint graph, rewritten in place.
@@ -119,7 +125,10 @@ def share_casts(graph: torch.fx.Graph, forward_outputs: int, autocast: Autocast)
 
 
 def cast_often(graph: torch.fx.Graph, autocast: Autocast) -> frozenset[int]:
-    """The arguments of a joint graph that are cast several times: each time, or once for all, as eager mode has it."""
+    """Positions of the float32 arguments that a joint graph casts several times.
+
+    Eager mode casts them as often, or once for all uses: see `is_cast_for_each_use`.
+    """
     found = set()
     for primal in graph.find_nodes(op="placeholder"):
         casts = [
@@ -131,7 +140,10 @@ def cast_often(graph: torch.fx.Graph, autocast: Autocast) -> frozenset[int]:
 
 
 def cast_arguments(graph: torch.fx.Graph, autocast: Autocast) -> frozenset[int]:
-    """The arguments of a joint graph of which eager mode may use a copy that it has cast before, or keeps for later."""
+    """Positions of the arguments that a joint graph casts in a region around it.
+
+    Eager mode may use a copy there that was cast before the graph, or use the graph's copy after it.
+    """
     if not autocast.outer:
         return frozenset()
     found = set()
@@ -146,8 +158,8 @@ class Casts:
     """What one call of captured code has cast in a region around it.
 
     Attributes:
-        region: tells regions apart.
-        edges: of autograd's graph, where the gradients of what was cast go.
+        region: identifies the region (see `autocast_region`).
+        edges: of autograd's graph, as pairs of node and input number: where the gradients of what was cast go.
     """
 
     region: Any
@@ -155,11 +167,11 @@ class Casts:
 
 
 def shares_casts(casts: Casts, node: Any) -> bool:
-    """Whether, in the backward that runs, gradients come to what a call has cast from another copy of the same region.
+    """Whether, in the backward that runs, another copy of what a call has cast in the same region gets gradients too.
 
     Args:
-        casts: the call's.
-        node: its own, of autograd's graph.
+        casts: of the call.
+        node: the call's node in autograd's graph.
     """
     own = {node, *several_of(node)}
     known = sources_of_gradients() or []
@@ -169,17 +181,17 @@ def shares_casts(casts: Casts, node: Any) -> bool:
             if isinstance(other, Casts):
                 if other.region is casts.region and edge in other.edges:
                     return True
-            elif source is not None and source.name() == _CAST:  # of what region is not known
+            elif source is not None and source.name() == _CAST:  # not in captured code: its region is not known
                 return True
     return False
 
 
 _CAST = "ToCopyBackward0"
-"""Of autograd's nodes, those of casts."""
+"""The name of autograd's nodes for casts."""
 
 
 def casts_in_backward(graph: ComputationGraph) -> bool:
-    """Whether eager mode computes some of the backward in low precision, if that is called under autocast."""
+    """Whether eager mode would compute some of the backward in low precision, were it called under autocast."""
     return any(
         op.phase is Phase.BACKWARD
         and op.target in _IN_LOW_PRECISION
@@ -191,11 +203,13 @@ def casts_in_backward(graph: ComputationGraph) -> bool:
 _IN_LOW_PRECISION = {
     f"aten.{name}.default" for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot")
 }
-"""Products: autocast casts what they are given. (What it computes in float32 is rounded to the gradient's dtype at last.)"""
+"""Products, whose inputs autocast casts to the low precision. (What it casts to float32 instead is not counted: the
+result is rounded to the gradient's dtype in the end.)
+"""
 
 
 def _added(gradient: Node) -> list[Node]:
-    """What the engine has added up, in its order: ``((a + b) + c) + ...``."""
+    """The terms that autograd's engine has added up to a gradient, in its order: ``((a + b) + c) + ...``."""
     later: list[Node] = []
     while gradient.target is aten.add.Tensor and not gradient.kwargs and isinstance(gradient.args[1], Node):
         later.append(gradient.args[1])
@@ -204,7 +218,7 @@ def _added(gradient: Node) -> list[Node]:
 
 
 def _raised(node: Node) -> torch.dtype | None:
-    """The dtype that a cast to float32 comes from."""
+    """The dtype that a node casts to float32; ``None`` where it is no such cast."""
     if node.target is aten._to_copy.default and node.kwargs.get("dtype") is torch.float32:
         source = node.args[0]
         dtype: torch.dtype = source.meta["val"].dtype  # type: ignore[union-attr]
@@ -213,7 +227,16 @@ def _raised(node: Node) -> torch.dtype | None:
 
 
 def _add_in_low_precision(graph: torch.fx.Graph, gradient: Node, leaves: list[Node], low: list[Node]) -> None:
-    """The engine adds up what reaches the one cast, and casts the sum where the cast's turn comes: with the first use's."""
+    """Add up a parameter's gradient as the engine does with one cast: the terms of the cast's uses, in low precision.
+
+    Their sum is cast to float32, and takes the place of the term of the first use, which is the last to arrive.
+
+    Args:
+        graph: the joint graph, rewritten in place.
+        gradient: the sum as it is.
+        leaves: its terms, in the engine's order (`_added`).
+        low: those of them that are casts to float32.
+    """
 
     def added(a: Node, b: Node, after: Node) -> Node:
         with graph.inserting_after(after):
@@ -221,7 +244,7 @@ def _add_in_low_precision(graph: torch.fx.Graph, gradient: Node, leaves: list[No
         node.meta = dict(b.meta)
         one, other = a.meta["val"], b.meta["val"]
         with one.fake_mode:
-            node.meta["val"] = torch.add(one, other)  # neither need lie in one piece
+            node.meta["val"] = torch.add(one, other)  # for its strides: neither need be contiguous
         return node
 
     total: Node = low[0].args[0]  # type: ignore[assignment]

@@ -1,7 +1,8 @@
-"""Buffers that a step assigns to their own names: ``self.table = self.table.to(x)``.
+"""Buffers that a step assigns to their own names are captured: ``self.table = self.table.to(x)``.
 
-What `torch.nn.Module` asks such an ``nn.Buffer`` (whether it belongs to the state dict) is known while a step is captured;
-Dynamo knows it only of tensors that are given to the step, not of what an op hands on as it is, and the graph breaks there.
+``nn.Module`` asks an ``nn.Buffer`` that is assigned to it whether it is ``persistent`` (part of the state dict). Dynamo
+can answer for a tensor that the step is given, but not for one that an op has returned as it is, and breaks the graph
+there. Here it is answered from the buffer itself.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from lightning_remat.capture._torch import TensorVariable, VariableTracker
 
 _ATTRIBUTE = "tp_getattro_impl" if "tp_getattro_impl" in vars(TensorVariable) else "var_getattr"
-"""How Dynamo asks for an attribute of a tensor: torch 2.14's name for it, or the one of before."""
+"""Name of the method by which Dynamo reads an attribute of a tensor: torch 2.14's, or that of earlier releases."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""One operation as it is called: the op, where its tensors stand among its arguments, and which other calls make them."""
+"""A call of one op without its data: the op, its arguments with specs for tensors, and which other calls make these."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, size: Callable[[Any], int] = int) -> TensorSpec:
-        """The spec of a real or fake tensor; ``size`` gives the number that a size of it stands for."""
+        """The spec of a real or fake tensor; ``size`` makes a number of each size and stride, which may be symbolic."""
         return cls(tuple(map(size, tensor.shape)), tuple(map(size, tensor.stride())), tensor.dtype, tensor.device)
 
     @property
@@ -42,12 +42,12 @@ class TensorSpec:
         return self.span * self.dtype.itemsize
 
     def bytes_on(self, device: torch.device) -> int:
-        """Bytes of the block that ``device`` gives for ``span``, 0 where the tensor lies on another one."""
+        """Bytes of the allocator's block for ``span`` on ``device``; 0 where the tensor lies on another device."""
         return block_bytes(self.nbytes, device.type) if same_device(self.device, device) else 0
 
     @property
     def whole(self) -> bool:
-        """Whether each element of the storage is one of the tensor's."""
+        """Whether ``span`` is as many elements as the tensor has: no gaps between them, and none expanded."""
         return self.span == math.prod(self.shape)
 
     @property
@@ -62,13 +62,13 @@ class TensorSpec:
 
 
 def same_device(one: torch.device, other: torch.device) -> bool:
-    """Whether both name one device; one without an index is any of its type."""
+    """Whether both name one device; one without an index stands for any of its type."""
     return one.type == other.type and (None in (one.index, other.index) or one.index == other.index)
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where an input comes from: the call that makes it, and its place among the tensors that this one returns."""
+    """Where an input comes from: the call that makes it, and its place among the tensors that this call returns."""
 
     call: OpCall
     output: int
@@ -76,15 +76,16 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class OpCall:
-    """A call of ``target`` with `TensorSpec` leaves where tensors go.
+    """A call of ``target``, with a `TensorSpec` in the place of each tensor among its arguments.
 
     Attributes:
         target: an ``OpOverload``, or any function of tensors.
         args: positional arguments; tuples, lists and dicts may nest.
         kwargs: keyword arguments, likewise.
         outputs: specs of the tensors that it returns, in order.
-        sources: for each of ``inputs()`` whose values only the op that makes them can give (a random state, a mask, indices,
-            a kernel's reserve), where it comes from; ``None`` for the others, and nothing at all where there are no such.
+        sources: one for each of ``inputs()``: where it comes from, if only the op that makes it can give its values (a
+            random state, a mask, indices, a kernel's reserve space), or if that op makes such an input too; ``None``
+            for the others. Empty where there are no such inputs.
     """
 
     target: Callable[..., Any]
@@ -95,12 +96,12 @@ class OpCall:
 
     def __post_init__(self) -> None:
         if self.sources:
-            _ = self.key  # found now, from those of its sources: later the way to the first may be a long one
+            _ = self.key  # found now, while those of its sources are known: later, it might recurse too deep
 
     @functools.cached_property
     def key(self) -> str:
         """Equal for calls that do the same work: target, shapes, dtypes, strides, device, plain arguments and sources."""
-        plain = inspect.isfunction(self.target)  # its own text holds an address, of this process only
+        plain = inspect.isfunction(self.target)  # its `str` holds an address, of this process only
         name = f"{self.target.__module__}.{self.target.__name__}" if plain else str(self.target)
         key = f"{name}({self.args!r}, {sorted(self.kwargs.items())!r})"
         made = [
@@ -111,7 +112,7 @@ class OpCall:
         return f"{key} of {', '.join(made)}" if made else key
 
     def producers(self) -> list[OpCall]:
-        """The calls that its inputs come from and those that theirs do, each once (by `key`), after those it reads of."""
+        """All calls that its inputs come from, directly or not, each once (by `key`) and after those that it reads."""
         found: dict[str, OpCall] = {}
         waiting: list[tuple[OpCall, bool]] = [(self, False)]
         while waiting:

@@ -1,4 +1,4 @@
-"""One captured graph of a training step: the computation graph, and the way back from its ops to torch nodes."""
+"""One captured graph of a training step: the computation graph, and the way back from its ops to FX nodes."""
 
 from __future__ import annotations
 
@@ -21,28 +21,30 @@ Node = torch.fx.Node
 
 @dataclasses.dataclass(frozen=True)
 class CapturedGraph:
-    """One captured graph of a training step.
+    """A joint forward-backward graph as a `ComputationGraph`, and the FX node behind each of its ops and tensors.
 
     Attributes:
         graph: the computation graph; costs are zero until a cost model has filled them in. Its storages have the bytes that
             they take on ``device``: none where they lie elsewhere.
         module: the joint graph module, rewritten so that each op is one node.
-        nodes: the torch node of each op; ``None`` for one that stands for something outside the graph.
-        tensors: the torch node that stands for each tensor; ``None`` for an output that nobody reads.
-        node_tensor: tensor index by torch node.
-        updated: the primal that a node's value is written over as soon as it is known; the value lies on its storage.
-        calls: what a cost model times for each op; ``None`` for views.
+        nodes: the FX node of each op; ``None`` for one that stands for something outside the graph.
+        tensors: the FX node that stands for each tensor; ``None`` for an output that nobody reads.
+        node_tensor: tensor index by FX node.
+        updated: by node, the primal over which its value is written as soon as it is computed (running statistics,
+            counters); the value lies on the primal's storage.
+        calls: what a cost model times for each op; ``None`` for what is taken to be free: views, values written over a
+            primal, ops that return no tensor or have an effect, and gradients handed over (see `from_joint`).
         primals: placeholders of the forward, in calling order.
         tangents: placeholders handed to the backward.
         forward_outputs: what the forward module returns to AOTAutograd (nodes, or plain values).
         backward_outputs: what the backward module returns.
-        arguments: the position, among the captured function's arguments, of each of ``primals``; ``None`` for one that is made
-            of arguments and is none (see `capture._torch.argument_of`).
+        arguments: the position of each of ``primals`` among the captured function's arguments; ``None`` for a primal
+            that is no argument itself, but made of some (see `capture._torch.argument_of`).
         gradient_arguments: of each of ``backward_outputs``, the position of the argument whose gradient it is, likewise.
-        sizes: what the symbolic sizes stand for, here.
+        sizes: the numbers that symbolic sizes stand for in ``graph``.
         symbols: those that sizes of tensors depend on, and their nodes among ``primals``.
         device: where most of the step's bytes are.
-        real_bytes: by storage, what it really takes on ``device`` where that was seen to be other than tracing says.
+        real_bytes: bytes on ``device``, by storage, where measuring has found others than tracing says.
     """
 
     graph: ComputationGraph
@@ -66,13 +68,13 @@ class CapturedGraph:
     real_bytes: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def at(self, sizes: Sequence[int]) -> CapturedGraph:
-        """The same ops in the same order, without costs, where ``symbols`` are ``sizes``."""
+        """The same ops in the same order, without costs, for these ``sizes`` in the place of ``symbols``, one each."""
         others = {symbol: value for symbol, value in self.sizes.values.items() if symbol not in self.symbols}
         found = self._read(Sizes({**others, **dict(zip(self.symbols, sizes, strict=True))}))
         return found.reordered(self._order) if self._order else found
 
     def reordered(self, order: Sequence[int]) -> CapturedGraph:
-        """With the ops in another order: indices into this one's."""
+        """A copy with the ops in another order, given as indices into the present one."""
         earlier = self._order or tuple(range(len(self.nodes)))
         return dataclasses.replace(
             self,
@@ -85,12 +87,12 @@ class CapturedGraph:
     def with_costs(
         self, seconds: Sequence[float], workspace_bytes: Sequence[int], real_bytes: Sequence[Sequence[tuple[int, int]]]
     ) -> CapturedGraph:
-        """With what each op costs, and with the bytes of those of its outputs that take others than tracing says.
+        """A copy with what each op costs, and with the bytes of the outputs that take others than tracing says.
 
         Args:
             seconds: one an op.
             workspace_bytes: one an op.
-            real_bytes: for each op, such outputs (places among all of its own) and their bytes on ``device``.
+            real_bytes: for each op, pairs of such an output's place among the op's outputs and its bytes on ``device``.
         """
         graph = self.graph.with_costs(seconds, workspace_bytes)
         found: dict[int, int] = {}
@@ -99,7 +101,7 @@ class CapturedGraph:
         return dataclasses.replace(self, graph=graph).taking(found)
 
     def taking(self, real_bytes: Mapping[int, int]) -> CapturedGraph:
-        """With these bytes for these storages, but for those that are handed in."""
+        """A copy in which these storages have these bytes; those of inputs and tangents keep their own."""
         graph = self.graph
         given = {graph.tensors[t].storage for t in graph.inputs}
         kept = {storage: nbytes for storage, nbytes in real_bytes.items() if storage not in given}
@@ -107,7 +109,7 @@ class CapturedGraph:
         return dataclasses.replace(self, graph=graph.replace(storages=storages), real_bytes=kept)
 
     def size_limits(self) -> tuple[int | None, ...]:
-        """The most that each of ``symbols`` may be; ``None`` where there is no bound."""
+        """The largest number that each of ``symbols`` may stand for; ``None`` where there is no bound."""
         return tuple(largest(node.meta["val"]) for node in self.symbols.values())
 
     @property
@@ -117,7 +119,7 @@ class CapturedGraph:
 
     @property
     def batch_bytes(self) -> int:
-        """Bytes of the other inputs."""
+        """Bytes of the other inputs, tangents excepted."""
         return self._bytes_of(TensorRole.BATCH)
 
     def _bytes_of(self, *roles: TensorRole) -> int:
@@ -144,7 +146,7 @@ class CapturedGraph:
         return frozenset(str(node.target) for node in self.tangents if output_of_tangent(node) in outputs)
 
     def gradients_without(self, outputs: frozenset[int]) -> frozenset[int]:
-        """The gradients, as positions in ``backward_outputs``, that come through nothing but these outputs of the function."""
+        """The gradients, as positions in ``backward_outputs``, that depend on these outputs' tangents and no others."""
         missing = {node for node in self.tangents if output_of_tangent(node) in outputs}
         through: dict[Node, set[Node]] = {node: {node} for node in self.tangents}
         for node in self.module.graph.nodes:

@@ -1,7 +1,8 @@
-"""Regions that the user has put under ``torch.utils.checkpoint``: traced once, and evaluated twice in eager mode.
+"""Regions under ``torch.utils.checkpoint`` are planned as all else, or refused where eager's second evaluation matters.
 
 Traced, a checkpoint is a mark on its ops, and rematerialization chooses anew what is evaluated again. Where eager mode's second
-evaluation does what the first did not, that is no longer the same training: such a step is refused, and runs as before.
+evaluation changes something once more, or draws other numbers, that would be other training: such a step is refused,
+and runs as before.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def refuse_other_second_evaluations(graph: torch.fx.Graph, draws_anew: bool) -> 
 
     Raises:
         CaptureError: for batch norm, whose running statistics move with each evaluation, for random numbers that are drawn
-            anew, and for what is called for its effect, checks excepted.
+            anew, and for what is called for its effect, checks and messages excepted (see `tells`).
     """
     for node in graph.nodes:
         if node.op != "call_function" or "RECOMPUTE" not in getattr(node.meta.get("recompute"), "name", ""):
@@ -56,7 +57,7 @@ def refuse_other_second_evaluations(graph: torch.fx.Graph, draws_anew: bool) -> 
 
 
 def _moves_statistics(node: torch.fx.Node) -> bool:
-    """Whether it is a batch norm in training mode with running statistics, cuDNN's before `from_joint` names it too."""
+    """Whether a node is a batch norm in training mode with running statistics, or cuDNN's as traced (`call_cudnn`)."""
     if node.target is aten._batch_norm_with_update_functional.default:
         return True
     return node.target is aten._native_batch_norm_legit_functional.default and bool(node.args[5])

@@ -1,9 +1,9 @@
-"""What the user has compiled with ``torch.compile`` and calls in a step: it stays theirs.
+"""What the user has compiled with ``torch.compile`` and calls in a step runs as the user has compiled it.
 
 Dynamo would trace through it, as if it had not been compiled: another compiler would run in the place of the user's, with other
-bits and another speed. So the graph breaks at such a call, which Python makes as it would without us, and the parts around it
-are planned. Four things are compiled: modules (``torch.compile(module)``, ``module.compile()``), functions, and methods of a
-class.
+bits and another speed. So the graph breaks at such a call, which Python makes as it always would, and the graphs around
+it are planned. Four things can be compiled: modules (``torch.compile(module)``, ``module.compile()``), functions, and
+methods of a class.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def compiled_stays(told: Told) -> Iterator[None]:
     kinds: set[type] = set()
 
     def hide(value: Any) -> None:
-        """Dynamo takes a compiled function for one that is to be left alone."""
+        """Mark the compiled functions of an object as disabled, so that Dynamo does not trace into them."""
         methods = _compiled_methods(type(value)) if type(value) not in kinds else []
         kinds.add(type(value))
-        # Torch 2.11 reads a module's attributes itself, and what a compiled function was made of in its place.
+        # torch 2.11 reads a module's attributes itself, and takes what a compiled function was made of in its place.
         own = isinstance(value, torch.nn.Module) and not isinstance(value, OptimizedModule)
         attributes = vars(value).values() if own else ()
         for function in [getattr(value, "__func__", value), *methods, *attributes]:
@@ -101,7 +101,7 @@ def compiled_stays(told: Told) -> Iterator[None]:
 
 
 class CompiledModule(VariableTracker):
-    """For Dynamo: a module that ``torch.compile`` has returned. Its attributes are the module's own, and Python calls it."""
+    """Dynamo's variable for a module that ``torch.compile`` has returned: it is read as the module, and not traced."""
 
     _nonvar_fields = VariableTracker._nonvar_fields | {"module", "told"}
     source: Any
@@ -140,14 +140,14 @@ class CompiledModule(VariableTracker):
 
 
 def name_of(called: Any) -> str:
-    """What a module (its class) or a function is called, for people."""
+    """The name of a module's class, or of a function, for people."""
     return (
         type(called).__name__ if isinstance(called, torch.nn.Module) else str(getattr(called, "__qualname__", called))
     )
 
 
 def leave(told: Told, called: Any) -> None:
-    """Break the graph at a call."""
+    """Break the graph at a call of a compiled module or function, and give that to ``told``."""
     told(called)
     name = name_of(called)
     unimplemented(

@@ -1,9 +1,9 @@
 """Questions that have one answer whatever the step is given, answered while it is captured.
 
-A tensor that is made of plain numbers alone (``torch.arange(2, x.dim()).tolist()``: the dimensions to sum over), read by
-Python; what a class of torch's is called; ``torch.jit.isinstance`` of a tensor. Dynamo leaves these to Python, and the graph
-breaks there. The answer comes from the real tensors and functions, as in eager mode. What depends on anything given to the
-step, on random numbers, or was written to, is left to Dynamo.
+They are the values of a tensor that is made of plain numbers alone (``torch.arange(2, x.dim()).tolist()``: the
+dimensions to sum over), the name of a class of torch's, and ``torch.jit.isinstance`` of a tensor. Dynamo leaves these
+to Python, and the graph breaks there. The answer comes from the real tensors and functions, as in eager mode. What
+depends on anything given to the step, on random numbers, or was written to, is left to Dynamo.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _READ = {"item", "tolist"}
 _NUMBERS: set[Any] = {bool, float, int}
 _NAMES = {"__module__", "__name__", "__qualname__"}
 _MOST = 4096
-"""Numbers in a tensor that are looked at: what is read in Python is small, and each becomes a part of the captured code."""
+"""Elements of the largest tensor that is answered for: each number that is read becomes a part of the captured code."""
 
 
 @contextlib.contextmanager
@@ -111,7 +111,7 @@ def _type(kind: Any) -> Any:
 
 
 def _name(attribute: Any) -> str | None:
-    """What a class or function is called, where that is the attribute."""
+    """The attribute's value, where it is a name of a class or function; ``None`` elsewhere."""
     owner: Any = getattr(attribute.obj, "value", None)
     found = getattr(owner, attribute.name, None) if attribute.name in _NAMES and callable(owner) else None
     return found if isinstance(found, str) else None

@@ -1,10 +1,9 @@
 """Which rows a mask of the batch chooses, found before the step: ``edge_index[:, source != target]``.
 
 How many there are is not known when a graph is captured, and the graph breaks there. But where the mask is made of one tensor
-that is given to the step, and of plain numbers, its indices are known before the step begins. They are computed then, as eager
-mode does it where the mask is used, and are an input of the step as any other, with sizes that Dynamo guards on or makes
-symbols of.
-What is read after the tensor was written to, or in what runs after a graph break, stays where it is.
+that is given to the step, and of plain numbers, its indices can be computed before the step begins, as eager mode
+computes them where the mask is used. They are an input of the step then, with a size that Dynamo guards on or makes a
+symbol of. A mask of a tensor that was written to before, or one in code after a graph break, is left to Dynamo.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from lightning_remat.capture._torch import (
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Rows:
-    """Of one mask: where its tensor is found among a call's arguments, and what it is made to."""
+    """One mask: where its tensor is found among a call's arguments (see `found_at`), and how it is computed from it."""
 
     place: str
     mask: Value
@@ -50,11 +49,14 @@ class _Rows:
 
 
 class Early:
-    """What is computed before each call of a function, because its size depends on the values that are given.
+    """The indices of masks, computed before each call of a function, since their number depends on values given to it.
 
     Args:
         function: what is captured.
-        on_found: called with each tensor that is found while a call is captured.
+        on_found: called with the indices of each mask that is found while a call is captured.
+
+    Attributes:
+        values: the present call's indices, an attribute for each mask: what the captured code reads.
     """
 
     def __init__(self, function: Callable[..., Any], on_found: Callable[[torch.Tensor], None]) -> None:
@@ -72,11 +74,11 @@ class Early:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Those of the present call."""
+        """The indices of the present call's masks: an ``int64`` tensor each, a row an element, a column a dimension."""
         return list(vars(self.values).values())
 
     def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Before a call: compute all that was found so far; what is not there this time is left out."""
+        """Before a call: compute the indices of all masks found so far, but for those whose tensor it is not given."""
         vars(self.values).clear()
         if self._signature is None:
             return
@@ -97,7 +99,7 @@ class Early:
 
     @contextlib.contextmanager
     def found(self) -> Iterator[None]:
-        """While Dynamo traces."""
+        """While Dynamo traces: masks that tensors are indexed by are found, and replaced by their indices."""
         builtin, method = BuiltinVariable.call_function, TensorVariable.call_method
 
         def of_python(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
@@ -119,7 +121,7 @@ class Early:
             TensorVariable.call_method = method  # type: ignore[method-assign]
 
     def _as_indices(self, tx: Any, index: Any) -> Any:
-        """An index, with the rows that masks choose in the place of masks."""
+        """What a tensor is indexed by, with the indices of masks in their place."""
         if tx.output.root_tx.f_code not in self._codes:
             return index
         several = isinstance(index, BaseListVariable) and index.python_type() is tuple
@@ -162,7 +164,7 @@ class Early:
 
 
 def _spelled(node: torch.fx.Node) -> str:
-    """What a node is, in words that are the same for each capture."""
+    """How a node is computed, in words that are the same in each capture."""
     if node.op == "placeholder":
         return "given"
     parts: Any = torch.fx.node.map_arg((node.args, node.kwargs), _Spelled)
@@ -170,12 +172,14 @@ def _spelled(node: torch.fx.Node) -> str:
 
 
 class _Spelled(str):
+    """`_spelled` of a node, for the arguments of another."""
+
     def __new__(cls, node: torch.fx.Node) -> _Spelled:
         return super().__new__(cls, _spelled(node))
 
 
 def _codes(function: Any) -> set[types.CodeType]:
-    """The code of a function or a method: what runs first in a call."""
+    """The code of a function or a method, by which its own frame is known from those after a graph break."""
     if isinstance(function, functools.partial):
         function = function.func
     code = getattr(getattr(function, "__func__", function), "__code__", None)

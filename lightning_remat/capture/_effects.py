@@ -1,8 +1,8 @@
 """Ops that do something beside what they return: assertions, prints, operators of the user's own that return nothing.
 
-Eager mode runs each of them once a step. Whatever traces a step drops what nobody reads, and knows of no order but that of
-results; so they are named here: they stay, run once, in their order, in the forward or in the backward as eager mode has it,
-and are never tried out on made-up inputs.
+Eager mode runs each of them once a step. Tracing drops an op whose results nobody reads, and keeps no order but that in
+which results are read. So such ops are recognized here: they stay, and run once, in their order, in the forward or in
+the backward as in eager mode; those for which `acts` is true are never run on made-up inputs to be timed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CHECKS = {
     aten._functional_sym_constrain_range.default,
     aten._functional_sym_constrain_range_for_size.default,
 }
-"""What they return says only that they have run."""
+"""Checks that return something: it says only that they have run."""
 
 _NUMBERS = {"int", "float", "bool", "number"}
 
@@ -42,7 +42,7 @@ NO_MESSAGE = "assertion error"
 
 @torch.library.custom_op("lightning_remat::assertion", mutates_args=())
 def assertion(condition: torch.Tensor, message: str) -> None:
-    """Python's ``assert``, as it is in eager mode: a question to the device, and its own kind of error."""
+    """Python's ``assert`` of a tensor, as in eager mode: it waits for the device, and raises ``AssertionError``."""
     if not condition:
         raise AssertionError(*([message] if message != NO_MESSAGE else []))
 
@@ -53,7 +53,7 @@ def _(condition: torch.Tensor, message: str) -> None:
 
 
 def acts(node: Node) -> bool:
-    """Whether an op is there for what it does: it is called with what the step gives to it, and at no other time."""
+    """Whether an op is called for its effect, or overwrites an argument: it runs in the step only, and is not timed."""
     target: Any = node.target
     if node.meta.get("remat_acts") or target in FUNCTIONALIZED:
         return True
@@ -61,7 +61,10 @@ def acts(node: Node) -> bool:
 
 
 def tells(node: Node) -> bool:
-    """Whether somebody may see how often an op has run. (A check that has not failed fails no other time.)"""
+    """Whether it may be seen from outside how often an op has run, as of operators of the user's own.
+
+    A check that has not failed fails no other time, and is none of them; nor is a message (see ``_messages``).
+    """
     tied = node.target is WITH_EFFECTS
     target: Any = node.args[1] if tied else node.target
     known = isinstance(target, OpOverload) and target.namespace in ("aten", "lightning_remat")
@@ -74,28 +77,28 @@ def has_effects(node: Node) -> bool:
 
 
 def returns_numbers(node: Node) -> bool:
-    """Whether an op that may act returns a number: traced, it is a constant, whatever it will be when the step runs."""
+    """Whether an op that may have an effect returns a number: tracing takes it for a constant, though it may vary."""
     if not has_effects(node) or not isinstance(node.target, OpOverload):
         return False
     return any(str(result.type).removeprefix("Sym").lower() in _NUMBERS for result in node.target._schema.returns)
 
 
 def stays(target: Any) -> bool:
-    """Whether an op may have an effect, and runs whoever reads what it returns: operators of the user's own are such."""
+    """Whether an op may have an effect (any of the user's own may), and so must run though nobody reads its results."""
     if isinstance(target, OpOverload):
         return not target._schema.returns or target in _CHECKS or not _ops.repeats(target)
     return target in FUNCTIONALIZED
 
 
 def run_in_backward(graph: torch.fx.Graph) -> set[Node]:
-    """What eager mode runs in the backward, where AOTAutograd has noted what it runs in the forward; else nothing."""
+    """The nodes that AOTAutograd has not tagged as the forward's; none at all, where it has tagged no node."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
     later = {node for node in calls if not runs_in_forward(node)}
     return later if len(later) < len(calls) else set()
 
 
 def name_assertions(module: torch.fx.GraphModule) -> None:
-    """An ``assert`` of a tensor raises Python's own error: Dynamo has made ``torch._assert_async`` of it, which raises another.
+    """Put `assertion` in the place of ``torch._assert_async``, which Dynamo makes of ``assert``, with another error.
 
     Args:
         module: what Dynamo has captured; it is changed in place.
@@ -109,12 +112,12 @@ def name_assertions(module: torch.fx.GraphModule) -> None:
 
 
 def call_directly(graph: torch.fx.Graph) -> None:
-    """Ops that AOTAutograd has tied together by tokens are called as they are: their order is kept without.
+    """Call the ops directly that AOTAutograd has wrapped in ``with_effects``: their order is kept without its tokens.
 
-    Tokens are handed through.
+    The token that such a call returns is replaced by the one that it was given.
 
     Raises:
-        CaptureError: for an effect that is no operator's.
+        CaptureError: for an effect of anything but an operator or a print.
     """
     for node in graph.find_nodes(op="call_function", target=WITH_EFFECTS):
         given: Any = node.args

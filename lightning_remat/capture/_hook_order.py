@@ -1,7 +1,7 @@
 """Hooks of one tensor run in the order in which they were registered.
 
-torch 2.11 captures a hook as a function that the tensor is put through, and puts it through the next one after that: the
-backward comes to the last one first.
+torch 2.11 captures a hook as a function that the tensor goes through, and lets it go through the next hook's after
+that: the backward comes to the last hook first.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from lightning_remat.capture._torch import TensorVariable
 
 @contextlib.contextmanager
 def hooks_in_order() -> Iterator[None]:
-    """While Dynamo traces: where a hook gives a tensor another node, later hooks come before it in the graph."""
+    """While Dynamo traces: where hooks become nodes of the graph, later ones are put before earlier ones."""
     own = TensorVariable.method_register_hook
     without: dict[Any, Any] = {}
-    """For the node of a tensor that has hooks, the proxy that it had before."""
+    """By the node of a tensor that has hooks, the proxy that the tensor had without them."""
 
     def register(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
         hooked = self.proxy

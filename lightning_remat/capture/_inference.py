@@ -1,4 +1,4 @@
-"""``torch.inference_mode`` in a step."""
+"""``torch.inference_mode`` in a step is refused on releases of torch that cannot capture it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from lightning_remat.capture._torch import enter_inference_mode
 from lightning_remat.errors import CaptureError
 
 CAPTURED = not torch.__version__.startswith(("2.11.", "2.12."))
-"""Whether torch can: 2.11 fails in the midst of it, and no op runs in this process after that. (2.12 was not tried.)"""
+"""Whether torch can: 2.11 fails in the midst of it, and then no op runs in the process. (2.12 is taken to be alike.)"""
 
 
 def refuse_inference_mode(graph: torch.fx.Graph) -> None:
-    """Before a graph of Dynamo's is captured.
+    """Refuse a graph of Dynamo's that enters inference mode, before AOTAutograd traces it.
 
     Raises:
-        CaptureError: where torch cannot capture what it holds of inference mode.
+        CaptureError: where torch cannot capture inference mode and the graph enters it.
     """
     if not CAPTURED and graph.find_nodes(op="call_function", target=enter_inference_mode):
         raise CaptureError(

@@ -1,4 +1,4 @@
-"""AOTAutograd's joint forward-backward graph as a `ComputationGraph`, with the way back from ops to torch nodes."""
+"""AOTAutograd's joint forward-backward graph as a `ComputationGraph`, with the way back from ops to FX nodes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def from_joint(
     autocast: Autocast = NO_AUTOCAST,
     hand_over: HandOver | None = None,
 ) -> CapturedGraph:
-    """Read a joint graph.
+    """Rewrite a joint graph, and read it as a `CapturedGraph` without costs.
 
     Args:
         module: the joint graph module; it is rewritten in place.
@@ -65,8 +65,9 @@ def from_joint(
             ``static_inputs`` alone).
         name: of the graph, for people.
         autocast: what autocast did while the graph was captured.
-        hand_over: by the position of an argument, what is given its gradient as soon as that is made, and the position. The
-            gradient is held no longer; what comes back is returned in its place.
+        hand_over: by the position of an argument, a function that is called with the argument's gradient, as soon as
+            that is computed, and the position. The graph holds the gradient no longer, and returns in its place what
+            the function returns.
 
     Raises:
         CaptureError: for a graph that holds something that cannot be scheduled, such as an op that overwrites its inputs.
@@ -88,9 +89,10 @@ def from_joint(
 def _updated_in_place(graph: torch.fx.Graph, forward_outputs: Sequence[Any]) -> dict[Node, Node]:
     """New values of buffers that may be written over the old ones at once, as eager does, and those buffers.
 
-    They are batch norm's running statistics and counters (whole numbers: nothing differentiates them), where no other op
-    reads the old value (`clone_overwritten_inputs` has seen to most of those that did) and none the new one. The others
-    are copied by AOTAutograd when the forward ends.
+    They are batch norm's running statistics and counters (integers: nothing differentiates them) whose new value no op
+    reads. Of a counter no other op reads the old value either; of statistics only ops may whose result is returned and
+    not read again (all others read a copy: see `clone_overwritten_inputs`). Other new values are copied by AOTAutograd
+    when the forward ends.
     """
     output = graph.output_node()
     statistics: dict[Node, list[tuple[Node, Node]]] = {}
@@ -141,7 +143,7 @@ class _Reader:
         self.given_storages: set[int] = set()
         self.updated = _updated_in_place(module.graph, forward_outputs)
         self.sizes, self.symbols = sizes, symbols
-        # What may be done with tensors of any size, and not because two sizes happen to be equal here.
+        # Sizes at which nothing is equal by chance: what holds at them as well holds at all.
         self.any_sizes = unlike_any(symbols)
         self.symbols_seen: set[Symbol] = set()
         self.calls = NodeCalls(sizes)
@@ -167,7 +169,7 @@ class _Reader:
     def _lies_on(self, tensor: int, source: Node) -> None:
         """The storage of this tensor is as large as that of ``source``."""
         storage, other = self.tensor_list[tensor].storage, self._storage_of(source)
-        # Of what is handed in, the graph counts what is read of it; there may be more on its storage.
+        # Of an input the graph counts what the tensor spans; its storage may be larger.
         nbytes = source.meta["val"].untyped_storage().nbytes()
         for storages, size in ((self.storages, self._size), (self.storages_anywhere, self.any_sizes)):
             storages[storage] = max(storages[storage], storages[other], size(nbytes))
@@ -317,7 +319,8 @@ class _Reader:
     def _overwritable(self, node: Node, outputs: Sequence[int]) -> tuple[int, ...]:
         """Inputs whose memory an op's first result may take: of its own shape and strides, alone on their storage.
 
-        Not what is handed in or out: the caller's tensors are its own, and a result that is handed out is no view.
+        Inputs of the graph are not among them, since they are the caller's, and a result that the graph returns takes
+        none: it must not lie on memory that the graph has made for another tensor.
         """
         value, made = node.meta.get("val"), node
         if isinstance(value, (tuple, list)):
@@ -347,7 +350,7 @@ class _Reader:
         return tuple(found)
 
     def _alike(self, made: torch.Tensor, given: torch.Tensor, storage: int) -> bool:
-        """Whether both have the same shape and strides, without gaps, and all of the storage: here, and at any sizes."""
+        """Whether both have the same shape and strides, and fill the storage without gaps, at these sizes and any."""
         for sizes, storages in ((self.sizes, self.storages), (self.any_sizes, self.storages_anywhere)):
             spec = TensorSpec.of(made, sizes)
             if not (spec.whole and storages[storage] == spec.nbytes and TensorSpec.of(given, sizes) == spec):
@@ -356,10 +359,11 @@ class _Reader:
 
 
 def _gives_read_statistics(node: Node) -> bool:
-    """Whether something may read the new running statistics of a batch norm later: evaluated again, it does not give them.
+    """Whether ops read a batch norm's new running statistics that may run again: then the batch norm may not, since
+    evaluated again it does not return them.
 
-    Another batch norm in training mode may: evaluated again, that one does not read them. What only hands them out is
-    evaluated once.
+    Another batch norm in training mode is no such reader, since evaluated again it does not read them; nor are ops
+    whose results are only returned, which are marked here to run once.
     """
     forms = _ops.training_batch_norm(node.target, node.args)
     if forms is None:

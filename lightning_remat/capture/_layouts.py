@@ -1,9 +1,9 @@
 """Ops whose results lie in memory otherwise than torch's fake tensors say: what the real kernels do.
 
 Tracing decides by strides whether a reshape copies, and a dropout mask is filled in the order of its input's memory. Where
-the fake strides are wrong, what was captured fails (a view that is none) or draws eager's random numbers for other elements.
-Found by comparing both on inputs that are permuted, alike or each in another way, on torch 2.13; `tests/test_layouts.py` does
-so again.
+the fake strides are wrong, what was captured fails (a view of what cannot be viewed so) or draws eager's random numbers
+for other elements. The ops were found by comparing both on inputs that are permuted, alike or each in another way, on
+torch 2.13; ``tests/capture/test_layouts.py`` does so again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def _format(x: torch.Tensor) -> torch.memory_format:
-    """Contiguous, or channels last where the tensor is so."""
+    """Channels last where the tensor is so, else contiguous."""
     for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
         if x.dim() == dims and not x.is_contiguous() and x.is_contiguous(memory_format=layout):
             return layout
@@ -68,7 +68,7 @@ _ELEMENTWISE: dict[Any, tuple[int, int]] = {
     aten.xlogy.Tensor: (0, 1),
     aten.special_xlog1py.default: (0, 1),
 }
-"""Ops of two tensors that are laid out as one another's sum is: by the first where they differ."""
+"""Ops whose result is laid out as the sum of two of their arguments would be, and the positions of these."""
 
 
 def real_layout(target: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
@@ -92,9 +92,9 @@ def real_layout(target: Any, args: tuple[Any, ...]) -> torch.Tensor | None:
 
 
 def with_narrow_gaps(shape: Sequence[Any], stride: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Strides with gaps where these have some, of one element each; ``None`` where there are none.
+    """Strides that have gaps of one element where these have gaps; ``None`` where they have none.
 
-    Kernels for elements go over both alike: which dimensions follow one another without a gap is the same.
+    Elementwise kernels go over both alike, since the same dimensions follow one another without a gap.
     """
     narrow = list(stride)
     expected, made, gaps = 1, 1, False

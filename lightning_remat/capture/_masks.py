@@ -1,10 +1,10 @@
 """What transformers asks of a mask's values in eager mode, asked while a step is captured as well.
 
-Where a mask masks nothing, eager mode leaves it to the attention kernel, which then rounds otherwise than with a mask that is
-handed in, and is a faster one. Under Dynamo the library does not look at values, and hands one in: its older releases always,
-the newer ones where the user gives a mask. Here it looks, as in eager mode: what it asks of all of a mask is answered while
-the step is captured, from the batch that it is captured with, and Dynamo guards on the answer: a batch with another answer is
-captured anew. What cannot be answered is answered with no, and a mask is made.
+Where a mask masks nothing, the library drops it in eager mode: attention without a mask is another kernel, which is
+faster and rounds otherwise. Under Dynamo the library does not look at values, and keeps the mask: its older releases
+always, the newer ones where the user gives one. Here it looks, as in eager mode: the question whether all of a mask is
+true is answered while the step is captured, from the batch that it is captured with, and Dynamo guards on the answer: a
+batch with another answer is captured anew. Where the answer cannot be found it is no, and the mask is kept.
 
 The library also asks whether it is compiled where it would then compute in another way (Mamba's scan, experts' products,
 LongT5's mask of ones): the answer is no there. Elsewhere it asks to know what can be traced, and gets Dynamo's own answer.
@@ -60,22 +60,23 @@ _UNDERSTOOD = {
         "contiguous",
     ),
 }
-"""What may have been done before the question, to a tensor of the batch or to none: nothing that draws or depends on state."""
+"""Ops by which a mask may be computed, from one tensor of the batch or from constants: none draws random numbers or
+depends on state."""
 
 
 _QUESTIONS = {"is_tracing", "is_torchdynamo_compiling", "is_torchdynamo_exporting"}
-"""What the modules ask before they look, some of it in each release; the answer is no. (Before torch 2.14 Dynamo would say yes
-to the last always, as the library's own note has it.)
+"""Functions by which the modules ask whether they are traced, before they look at a mask; the answer is no. Each
+release has some of them. (Before torch 2.14 Dynamo always says yes to the last one, as the library's own note has it.)
 """
 
 _OTHERWISE = ("transformers.integrations.moe", "transformers.integrations.sdpa_attention")
-"""Other modules that ask because they compute in another way when compiled."""
+"""Other modules that ask because they compute in another way when they are compiled."""
 
 _OWN_WAYS = {"associative_scan", "mask_seq_length"}
-"""So do functions of models that name one of these: a scan, or the length of a mask of ones that is left out when compiled."""
+"""Names in models' functions that ask for the same reason: a scan, and the length of a mask left out when compiled."""
 
 _LOOKS = "fast_all"
-"""How they look, beside ``torch.all``: as a sum that is compared, whose answer is the same."""
+"""The library's own function for ``torch.all``: it compares a sum, and its answer is the same."""
 
 
 @contextlib.contextmanager
@@ -163,15 +164,19 @@ def _answered(translator: Any, tensor: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-    """What a node is for any tensor that may be given to the step. (Nodes, and the batch at hand, must not be kept.)"""
+    """A node's value as a function of the tensor given to the step; it keeps no node, and no batch, alive."""
 
     of: Callable[[torch.Tensor | None], Any]
 
 
 def value_of(node: torch.fx.Node, sources: set[Source]) -> Value | None:
-    """Of a node, and the tensors given to the step that it depends on; ``None`` for what is not understood.
+    """How a node is computed from what the step is given; ``None`` for a node that is not understood.
 
-    What was written to before the question is not: the batch, before the step runs, does not say what it will be then.
+    A tensor that was written to before the question is not: the batch as it is before the step does not tell its value.
+
+    Args:
+        node: of the graph that Dynamo is capturing.
+        sources: the tensors given to the step that the node depends on are added to these.
     """
     if isinstance(node.meta.get("example_value"), torch.Tensor) and node.meta["example_value"]._version:
         return None

@@ -1,9 +1,10 @@
 """Warnings, logging calls and prints in a step: they neither break its graph nor get lost.
 
-Each becomes an op without results in the graph, in its place among those that act (see ``_effects``), and says once a step what
-eager mode says: the same words, of the values at hand then, attributed to the same line of code. What nobody would hear when
-the step is captured (a logger's level) is left out. Where the words need more than constants, sizes and tensors (an object of
-the user's, a tensor whose text names its gradient's function), the call is left to Python, and the graph breaks.
+Each becomes an op without results in the graph, in its place among those that have effects (see ``_effects``), and says
+once a step what eager mode says: the same words, of the values at that moment, attributed to the same line of code. A
+call that says nothing when the step is captured, because of its logger's level, is left out. Where the words need more
+than constants, sizes and tensors (an object of the user's, a tensor whose text names its ``grad_fn``), the call is left
+to Python, and the graph breaks.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ _Values = tuple[Sequence[torch.Tensor], Sequence[int]]
 _Words = Callable[[_Values], Any]
 
 _calls: dict[str, Callable[[_Values], None]] = {}
-"""What is called when the step runs, by what it says and where: the same in all processes, and no more than there are."""
+"""The calls that the op `say` makes, by a key of what is said and where: the same in all processes and captures."""
 
 
 @torch.library.custom_op("lightning_remat::say", mutates_args=())
 def say(key: str, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
-    """What a step says, at the place where eager mode says it."""
+    """Make the call that ``key`` stands for, with these values; it is where eager mode makes it."""
     _calls[key](([tensor.detach() for tensor in tensors], numbers))
 
 
@@ -68,7 +69,7 @@ def messages_stay() -> Iterator[None]:
     builtin = BuiltinVariable.call_function
 
     def of_functions(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        """``warnings.warn``, and what libraries hang on loggers."""
+        """``warnings.warn``, and methods that libraries add to loggers."""
         if self.value is warnings.warn:
             return _warned(tx, args, kwargs)
         return _said(tx, self.value, args, kwargs)
@@ -105,17 +106,17 @@ def messages_stay() -> Iterator[None]:
 
 @dataclasses.dataclass
 class _Said:
-    """The words of one call, and what they need of the graph."""
+    """The arguments of one call that says something, and the tensors and numbers of the graph that they need."""
 
     tensors: list[Any] = dataclasses.field(default_factory=list)
     numbers: list[Any] = dataclasses.field(default_factory=list)
     spelled: list[str] = dataclasses.field(default_factory=list)
 
     def words(self, given: Any, formatted: bool = False) -> _Words:
-        """What gives an argument when the step runs.
+        """A function that gives one argument of the call when the step runs.
 
         Raises:
-            LookupError: for what cannot be said without Python.
+            LookupError: for what needs more than constants, sizes and tensors.
         """
         value = given.realize()
         if isinstance(value, StringFormatVariable):
@@ -153,7 +154,7 @@ class _Said:
         raise LookupError
 
     def put(self, tx: Any, where: str, call: Callable[[_Values], None]) -> Any:
-        """The call, as an op of the graph."""
+        """Put the call into the graph, as an op."""
         key = hashlib.sha256("\0".join([where, *self.spelled]).encode()).hexdigest()[:16]
         _calls[key] = call
         op = VariableTracker.build(tx, torch.ops.lightning_remat.say.default)
@@ -173,7 +174,7 @@ def _is_plain(constant: Any) -> bool:
 
 
 def _said(tx: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """A call whose only argument is its words."""
+    """A call that needs its arguments alone, and not the line of code that it is attributed to."""
     name = getattr(function, "__qualname__", str(function))
     said = _Said()
     try:
@@ -241,7 +242,7 @@ def _category(given: Any) -> type[Warning]:
 
 
 def _frame(tx: Any, above: int) -> Any:
-    """Dynamo's frame of the code that speaks: its caller where ``stacklevel`` says so, the step itself at most."""
+    """Dynamo's frame of the code that a message is attributed to: by ``stacklevel``, and at most the step itself."""
     while above > 1 and tx.parent is not None:
         tx, above = tx.parent, above - 1
     return tx

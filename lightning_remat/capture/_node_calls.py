@@ -1,4 +1,4 @@
-"""Ops of a joint graph as the calls that a cost model times: their shapes, and which ops make what cannot be made up."""
+"""Ops of a joint graph as calls that a cost model times: their shapes, and what makes inputs that cannot be made up."""
 
 from __future__ import annotations
 
@@ -76,11 +76,11 @@ def _made_by(node: Node) -> tuple[Node, int] | None:
 
 
 def _is_opaque(node: Node) -> bool:
-    """Whether the values of a tensor are for those who know the op that made it.
+    """Whether only the op that makes a tensor can give values for it that its readers accept.
 
     Such are all results of an op but its first (a random state, a mask, the place of a maximum, what a kernel keeps for its
-    backward), whole numbers and truth values, and views of these: with others in their place, what reads them may fail, or
-    read where it must not. Numbers on the main path are plain data, and so is what the step is given.
+    backward), integers and booleans, and views of these: with made-up values in their place, an op that reads them may
+    fail, or read out of bounds. An op's first result in floating point is plain data, and so is what the step is given.
     """
     made = _made_by(node)
     if made is None:

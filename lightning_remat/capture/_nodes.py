@@ -1,4 +1,4 @@
-"""Nodes of a joint graph: what goes in and comes out, whose gradient or new value that is, where a node is from, its names."""
+"""Nodes of a joint graph: its inputs and outputs, the arguments that they belong to, a node's op, module and name."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def primals_and_tangents(graph: torch.fx.Graph) -> tuple[tuple[Node, ...], tuple
 
 
 def primal_arguments(primals: Sequence[Node]) -> tuple[int | None, ...]:
-    """For each primal, the position of the argument that it is; they are in the same order where nothing describes them."""
+    """For each primal, the position of the argument that it is: its own, where AOTAutograd's descriptors are absent."""
     if not any("desc" in node.meta for node in primals):
         return tuple(range(len(primals)))
     return tuple(internals.argument_of(node.meta.get("desc")) for node in primals)
 
 
 def gradient_arguments(graph: torch.fx.Graph, num_fwd_outputs: int) -> tuple[int | None, ...]:
-    """For each output of the backward, the position of the argument whose gradient it is."""
+    """For each output of the backward, the position of the argument whose gradient it is, likewise."""
     output = graph.output_node()
     count = len(output.args[0]) - num_fwd_outputs  # type: ignore[arg-type]
     descriptions = output.meta.get("desc")
@@ -44,7 +44,11 @@ def gradient_arguments(graph: torch.fx.Graph, num_fwd_outputs: int) -> tuple[int
 
 
 def new_values(graph: torch.fx.Graph, forward_outputs: Sequence[Any]) -> list[tuple[Node, Node]]:
-    """Forward outputs that are new values of primals, and those primals: AOTAutograd copies them when the forward ends."""
+    """Forward outputs that are new values of primals, and those primals: AOTAutograd copies them when the forward ends.
+
+    Raises:
+        CaptureError: where such a primal is none of the graph's.
+    """
     primals = {node.meta.get("desc"): node for node in graph.nodes if node.op == "placeholder"}
     found = []
     for value, description in zip(forward_outputs, graph.output_node().meta.get("desc") or (), strict=False):
@@ -60,7 +64,7 @@ def new_values(graph: torch.fx.Graph, forward_outputs: Sequence[Any]) -> list[tu
 
 
 def producer(node: Node) -> Node:
-    """The op that a node comes from: itself, or what an item was taken of."""
+    """The op whose result a node is: itself, or the one of whose tuple it takes an item (``getitem``)."""
     while node.op == "call_function" and node.target is operator.getitem and isinstance(node.args[0], Node):
         node = node.args[0]
     return node

@@ -1,9 +1,9 @@
 """NumPy on plain numbers, computed by NumPy while a step is captured: ``int(np.ceil(size / window)) * window``.
 
-Dynamo knows NumPy as a part of torch, which rounds otherwise, or not at all: then every call breaks the graph, and what comes
-back is a number that may change. But what is made of constants and sizes alone is a constant, and so is what is made of that:
-it is computed here, once, by the real functions, and kept as what NumPy returned. Calls that read tensors, draw random numbers,
-write to their arguments or to files are left to Dynamo, and run outside of the graph.
+Dynamo traces NumPy's functions as torch's, which round otherwise, or else breaks the graph at every call, and takes
+what comes back for a number that may change. But what is made of constants and sizes alone is a constant, and so is
+what is made of that: it is computed here, once, by the real functions, and kept as what NumPy returned. Calls that read
+tensors, draw random numbers, write to their arguments or to files are left to Dynamo, and run outside of the graph.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _FUNCTIONS = {
     *("shape", "size", "sort", "squeeze", "stack", "std", "sum", "tile", "transpose", "unique", "var"),
     *("vstack", "where", "zeros"),
 }
-"""Those that depend on their arguments alone; all of NumPy's element-wise functions (``np.ufunc``) and its numbers do too."""
+"""Functions that depend on their arguments alone, as all of NumPy's ufuncs and scalar types do too."""
 
 _METHODS = {
     *("all", "any", "argmax", "argmin", "argsort", "as_integer_ratio", "astype", "clip", "copy", "cumprod"),
     *("cumsum", "dot", "flatten", "is_integer", "item", "max", "mean", "min", "nonzero", "prod", "ravel"),
     *("repeat", "reshape", "round", "squeeze", "std", "sum", "tolist", "transpose", "var"),
 }
-"""Of arrays and of NumPy's numbers: those that do not write to them."""
+"""Methods of arrays and of NumPy's scalars that do not write to them."""
 
 _OPERATORS = (
     "abs add and_ eq floordiv ge getitem gt index invert le lt mod mul ne neg not_ or_ pos pow sub truediv truth xor"
@@ -61,7 +61,7 @@ _BUILTINS = {
     *(math.ceil, math.floor, math.sqrt),
     *(getattr(operator, name) for name in _OPERATORS.split()),
 }
-"""What Python does with them."""
+"""Python's functions that are computed for such constants."""
 
 _COMPARED = {
     "==": operator.eq,
@@ -74,10 +74,10 @@ _COMPARED = {
 
 
 class NumpyConstant(VariableTracker):
-    """For Dynamo: what NumPy has made of constants.
+    """Dynamo's variable for what NumPy has made of constants.
 
     Attributes:
-        value: an array that nothing writes to while the step is traced, or a number.
+        value: an array that nothing writes to while the step is traced, or a NumPy scalar.
     """
 
     def __init__(self, value: Any, **kwargs: Any) -> None:
@@ -124,10 +124,10 @@ class NumpyConstant(VariableTracker):
 
 
 class NumpyFloat(VariableTracker):
-    """For Dynamo: a float of NumPy's that varies. What Python makes of it as of its own floats is part of the graph.
+    """Dynamo's variable for a ``np.float64`` that varies: an input of the graph, as a Python float that varies is.
 
     Attributes:
-        number: the float.
+        number: Dynamo's variable for the float as one of Python's.
     """
 
     def __init__(self, number: Any, **kwargs: Any) -> None:
@@ -163,16 +163,16 @@ _AS_OF_FLOATS = {
     operator.pos,
     *(getattr(operator, i + name) for name in ("add", "sub", "mul") for i in ("", "i")),
 }
-"""What NumPy computes as Python does, without end too."""
+"""Operators for which NumPy gives what Python gives of floats, infinities included."""
 
 _DIVISION = {operator.truediv, operator.itruediv}
-"""Python raises where NumPy divides by zero."""
+"""Where NumPy divides by zero, Python raises: known for constant divisors other than zero."""
 
 _QUESTIONS = {bool, float, *(getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "not_", "truth"))}
 
 
 def _of_varying(tx: Any, function: Callable[..., Any], args: Any, own: Callable[..., Any]) -> Any:
-    """What Python makes of floats of NumPy's that vary, and of other things; ``None`` where it does not know."""
+    """A call with a `NumpyFloat`, computed as of Python's floats; ``None`` where NumPy may compute otherwise."""
     known = function in _AS_OF_FLOATS or function in _QUESTIONS or (function in _DIVISION and _is_constant(args[1]))
     if not known or (function in _DIVISION and not _plain(args[1])):
         return None
@@ -234,10 +234,10 @@ def numpy_as_constants() -> Iterator[None]:
 
 
 def _given_number(builder: Any, number: Any) -> Any:
-    """A number of NumPy's that the step reads: a constant, for as long as it is the same, or a float that varies.
+    """A NumPy scalar that the step reads: a constant that is guarded on, or a float that varies.
 
-    Dynamo would make a tensor without dimensions of it, which takes part in the promotion of types: the sum of a tensor in 32
-    bits, times such a tensor, has 64.
+    Dynamo would make a tensor without dimensions of it, which takes part in type promotion: a float32 sum, which has
+    none either, times such a float64 tensor is float64.
     """
     if isinstance(number, np.float64) and np.isfinite(number):
         found = builder.wrap_symfloat(float(number))
@@ -270,7 +270,7 @@ def _depends_on_arguments_alone(function: Any) -> bool:
 
 
 def _computed(tx: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The result, for Dynamo; ``None`` where it is not one of constants alone, or where there is none (an error)."""
+    """Dynamo's variable for the result; ``None`` where not all arguments are constants, or where the call raises."""
     given = [one.realize() for one in (*args, *kwargs.values())]
     if "out" in kwargs or not all(_is_constant(one) for one in given):
         return None
@@ -297,7 +297,7 @@ def _is_constant(one: Any) -> bool:
 
 
 def _plain(one: Any) -> Any:
-    """A constant as Python has it; a size becomes one, and is guarded on."""
+    """The value of a constant; a symbolic size becomes one, and is guarded on."""
     if isinstance(one, BaseListVariable):
         made = [_plain(item.realize()) for item in one.items]
         return made if one.python_type() is list else tuple(made)
@@ -305,7 +305,7 @@ def _plain(one: Any) -> Any:
 
 
 def _tracked(tx: Any, value: Any) -> Any:
-    """A result for Dynamo; ``None`` for what it could not go on with."""
+    """Dynamo's variable for a result; ``None`` for one of a kind that it could not go on with."""
     if isinstance(value, (np.generic, np.ndarray)):
         return NumpyConstant(value) if value.dtype.kind in "biufc" else None
     if type(value) in (list, tuple):

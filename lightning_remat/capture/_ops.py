@@ -1,4 +1,4 @@
-"""What is known about single ATen ops: which are views, which draw random numbers, how some are evaluated again."""
+"""What is known of single ATen ops (which are views, draw random numbers, mutate), and functions to call for some."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _KNOWN = ("aten", "prims", "torchvision")
 
 
 def repeats(target: Any) -> bool:
-    """Whether the op is known to give the same bits a second time, or to say that it draws random numbers.
+    """Whether the op is known to give the same bits a second time, or is tagged as one that draws random numbers.
 
     An operator of the user's own may draw without saying so, count its calls, or talk to other processes.
     """
@@ -72,18 +72,24 @@ def is_padded(target: Any) -> bool:
 
 @functools.cache
 def compact(target: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``target``, its result on a storage of its own size."""
+    """``target``, with its result copied to a storage of its own size."""
 
     def call(*args: Any, **kwargs: Any) -> torch.Tensor:
         return target(*args, **kwargs).clone()
 
-    call.__name__ = str(target)  # not its module: FX would write the op itself into the code
+    call.__name__ = str(target)  # and not `__module__` too: FX would write a call of the op itself into the code
     return call
 
 
 @functools.cache
 def spaced(target: OpOverload, form: Callable[..., Any], out: str) -> Callable[..., torch.Tensor]:
-    """``target``, its result written by ``form``, as the argument ``out``, to memory with these strides."""
+    """``target`` with a result that has gaps: a function of its shape, strides and dtype before the op's own arguments.
+
+    Args:
+        target: the op.
+        form: the form of it that writes its result to a given tensor.
+        out: the name of that argument of ``form``.
+    """
 
     def call(
         shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, *args: Any, **kwargs: Any
@@ -112,19 +118,20 @@ def cudnn_batch_norm(
 
 
 def lstm_layer(*args: Any) -> tuple[torch.Tensor, ...]:
-    """``aten.mkldnn_rnn_layer``: where its last argument says so, with the kernel that eager runs where gradients are enabled.
+    """``aten.mkldnn_rnn_layer``, with the kernel for training where its last argument (``train``) is true.
 
-    That one has other bits than the one for inference, and returns what the backward needs. A captured graph runs with
-    gradients disabled: the op itself would choose the other.
+    Eager runs that kernel where gradients are enabled. It has other bits than the one for inference, and returns what
+    the backward needs. A captured graph runs with gradients disabled, and the op itself would choose the kernel for
+    inference.
     """
     found: tuple[torch.Tensor, ...] = run_below_autograd(aten.mkldnn_rnn_layer.default, *args, gradients=args[-1])
     return found
 
 
 def lstm_layer_backward(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
-    """``aten.mkldnn_rnn_layer_backward``, its gradients, which it computes in float32, cast to the layer's dtype.
+    """``aten.mkldnn_rnn_layer_backward``, with its gradients, which it computes in float32, cast to the layer's dtype.
 
-    As autograd does in eager mode for each gradient that has another dtype than what it is the gradient of.
+    Autograd does so in eager mode, for each gradient that has another dtype than what it is the gradient of.
     """
     return tuple(gradient.to(x.dtype) for gradient in aten.mkldnn_rnn_layer_backward.default(x, *args))
 
@@ -150,12 +157,13 @@ def _batch_norm_again(
 @dataclasses.dataclass(frozen=True)
 class BatchNorm:
     """The forms of a functional batch norm in training mode, which reads the running statistics (its arguments 3 and 4) only
-    to compute their new values. Each takes the same arguments, and returns the same but for the running statistics.
+    to compute their new values. Each takes the same arguments, and returns the same, but without the running
+    statistics.
 
     Attributes:
         statistics: positions of the new running statistics among the functional form's results.
         in_place: writes them over the old ones.
-        again: is given ``None`` for the running statistics and leaves them alone: the same bits a second time.
+        again: for a second evaluation: is given ``None`` for the running statistics, and returns the same bits.
     """
 
     statistics: tuple[int, int]
@@ -177,7 +185,7 @@ def training_batch_norm(target: Any, args: tuple[Any, ...]) -> BatchNorm | None:
 
 
 def _safe_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """What ``aten._safe_softmax`` runs: which rows are masked out altogether is small to keep, and half of the work."""
+    """What ``aten._safe_softmax`` runs: which rows are masked out whole is half of the work, and small to keep."""
     result = aten.softmax.int(x, dim, dtype)
     masked_rows = aten.all.dim(aten.isneginf.default(x), dim, True)
     zero = aten.scalar_tensor.default(0.0, dtype=result.dtype, device=result.device)
@@ -185,7 +193,7 @@ def _safe_softmax(x: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -
 
 
 PARTS: dict[OpOverload, Callable[..., torch.Tensor]] = {aten._safe_softmax.default: _safe_softmax}
-"""Ops that are captured as the ops that torch runs inside of them."""
+"""Ops that are captured as the ops that torch runs inside of them, each with the function that calls these."""
 
 
 def dropout_mask(shape: tuple[int, ...], stride: tuple[int, ...], p: float, device: torch.device) -> torch.Tensor:
@@ -198,7 +206,7 @@ def dropout_mask(shape: tuple[int, ...], stride: tuple[int, ...], p: float, devi
 
 def dropout_noise(mask: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
     """What eager dropout on the CPU multiplies by: ``scale`` where an element is kept, 0 elsewhere."""
-    # A product of the two would make a copy of the mask in this type beside; bytes are converted far faster than bools.
+    # `mask * scale` would make a copy of the mask in this dtype as well; bytes are converted far faster than booleans.
     return mask.view(torch.uint8).to(dtype).mul_(scale)
 
 

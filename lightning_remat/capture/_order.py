@@ -26,7 +26,10 @@ def execution_order(
     The joint graph lists forward-side ops that only the backward needs (views, transposes) early. Forward are the ops
     that a forward output needs, and those that draw random numbers or have effects before the backward begins; the
     backward is driven by the ops that depend on a tangent and those that draw or have effects there, and all the others
-    come right before the first one that needs them.
+    come right before the first one that needs them. What follows the last forward op of a module is the loss's phase.
+
+    Raises:
+        CaptureError: where a forward output depends on a tangent.
     """
     needed: set[Node] = set()
     stack = [n for n in (*forward_outputs, *backward_outputs) if isinstance(n, Node)]
@@ -86,12 +89,12 @@ def execution_order(
 def _computes(node: Node) -> bool:
     """Whether a node is an op of the schedule: it makes tensors, or has an effect.
 
-    Sizes, items of tuples and tensors without memory are made where they are used.
+    Sizes, items of tuples (``getitem``) and tensors without memory (`stand_in`) are made where they are used.
     """
     made = isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)) or _effects.has_effects(node)
     return made and node.target not in (operator.getitem, stand_in)
 
 
 def keeps_its_place(node: Node) -> bool:
-    """Whether an op runs among its like in the captured order: it draws random numbers, or may have an effect."""
+    """Whether an op draws random numbers, or may have an effect: all such keep the captured order among each other."""
     return node.op == "call_function" and (_ops.is_random(node.target) or _effects.has_effects(node))

@@ -20,7 +20,7 @@ from lightning_remat.capture._torch import OpOverload, real_tensors, run_on_cpu
 aten = torch.ops.aten
 
 Form = tuple[Callable[..., Any], str]
-"""A call that writes over an input, and its argument that takes the memory ("" where that is the first argument itself)."""
+"""A call that writes over an input, and the name of its argument that is written to ("" where it is the first one)."""
 
 _ELEMENTWISE = {
     aten.hardtanh_backward.default,
@@ -44,7 +44,8 @@ _ROWWISE: dict[Any, int] = {
     aten._softmax_backward_data.default: 2,
     aten._log_softmax_backward_data.default: 2,
 }
-"""Ops that on the CPU read each row whole, or each element, before they write it: how many inputs they may write over."""
+"""Ops that on the CPU read each row whole, or each element, before they write it: how many inputs, from the first, they
+may write over."""
 
 
 def overwriting(target: Any, position: int, device: str = "cpu") -> Form | None:
@@ -56,7 +57,8 @@ def overwriting(target: Any, position: int, device: str = "cpu") -> Form | None:
         device: its type.
 
     Returns:
-        ``None`` where there is no such form, or where torch only makes it up (computes elsewhere, and copies).
+        The form; ``None`` where there is none, or only one that torch has generated, which computes elsewhere and
+        copies.
     """
     if target is batch_norm_backward:
         return (target, "out") if position in (0, 1) else None
@@ -94,7 +96,7 @@ def reads_rows(target: Any) -> bool:
 
 
 def counts_in_place(node: torch.fx.Node, over: torch.fx.Node) -> bool:
-    """Whether ``node`` computes whole numbers of ``over``, elementwise, and can write them there."""
+    """Whether ``node`` computes integers from ``over`` alone, elementwise, and can write them over it."""
     made, read = node.meta["val"], over.meta["val"]
     same = (made.dtype, made.shape, made.stride()) == (read.dtype, read.shape, read.stride())
     whole = same and not made.dtype.is_floating_point and not made.dtype.is_complex
@@ -112,13 +114,13 @@ def batch_norm_backward(
 
     For contiguous tensors that kernel allocates the input's gradient twice, and gives up the first at once. It sums over
     a channel of both tensors first, and then computes each element of the gradient from the same element of each: it may
-    write over either. So the kernel is run as it is, and is given memory of our choice where it asks for some (which takes
-    some 40 microseconds).
+    write over either. So the kernel is run as it is, and is given the memory to write to where it asks for some (which
+    takes some 40 microseconds).
 
     Args:
-        grad: of the output.
+        grad: the gradient of the output.
         x: the input.
-        args: the op's others.
+        args: the op's other arguments.
         out: ``grad`` or ``x``, to write over; ``None`` allocates.
 
     Returns:
@@ -133,7 +135,13 @@ def batch_norm_backward(
 
 
 def writes_where_told(grad: TensorSpec, x: TensorSpec, weights: torch.dtype | None) -> bool:
-    """Whether `batch_norm_backward` is for such tensors: laid out alike, of a kind for which it was seen to work."""
+    """Whether `batch_norm_backward` works for such tensors: laid out alike, and of a kind on which it was tried here.
+
+    Args:
+        grad: the gradient of the output.
+        x: the input.
+        weights: dtype of the weight; ``None`` where there is none.
+    """
     if grad != x or x.device.type != "cpu":
         return False
     with real_tensors():
@@ -150,9 +158,10 @@ def _layout(x: torch.Tensor) -> torch.memory_format | None:
 
 @functools.cache
 def _seen_to_write(dims: int, dtype: torch.dtype, weights: torch.dtype | None, layout: torch.memory_format) -> bool:
-    """Run the op's kernel on a small example, in its own memory and in given one: the same bits, written where told.
+    """Whether the op's kernel gives the same bits on a small example in memory of its own and in given memory.
 
-    What torch's kernel asks for, and in which order it reads and writes, is nowhere promised: it is looked at instead.
+    What memory torch's kernel asks for, and in which order it reads and writes, is nowhere promised: it is tried
+    instead.
     """
     with torch.no_grad():
         shape = (3, 19, 5, 7, 2)[:dims]

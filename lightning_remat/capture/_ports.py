@@ -1,9 +1,10 @@
-"""Gradients of views that a part of a step reads and hands on, added up in eager's order.
+"""Gradients of views that a captured graph both reads and returns, added up in eager's order.
 
-Autograd adds up at a view what its uses give, and hands the sum on to what it is a view of. AOTAutograd makes a view that a
-captured part returns anew outside of it, from what it is a view of: what later parts give to the view would get there on its
-own, and not be added first to what the part itself gives to the view. So a part has one output more for each such view, a
-*port*, of the same values and no memory. Nobody reads it, and the view's own gradient is handed to the part as the port's.
+Autograd adds up the gradients of a view's uses at the view, and passes the sum on to its base. But AOTAutograd makes a
+view that a captured graph returns anew from its base, outside of the graph: the gradient that comes from code after the
+graph would reach the base on its own, and not be added first to those of the uses inside of the graph. So the graph
+gets one more output for each such view, a *port*, which has the same values and no memory of its own. Nobody reads it;
+in the backward the gradient of the view is taken away there, and handed to the graph as the port's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lightning_remat.capture import _torch as internals
 
 
 def hands_on_views_alone(module: torch.fx.GraphModule) -> bool:
-    """Whether all that gradients come to in a part are views of its arguments: it has nothing to save, and needs no ports."""
+    """Whether all outputs of a captured graph that get gradients are views of its arguments: it has nothing to save."""
     storages = {_storage(node) for node in module.graph.find_nodes(op="placeholder")} - {None}
     made = []
     for one in module.graph.output_node().all_input_nodes:
@@ -33,14 +34,16 @@ def hands_on_views_alone(module: torch.fx.GraphModule) -> bool:
 
 
 def with_ports(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, tuple[int, ...]]:
-    """What Dynamo has captured, with a port for each view among its outputs that needs one; the positions of these outputs.
+    """What Dynamo has captured, with a port for each view among its outputs that needs one.
 
-    The module itself where none does.
+    Returns:
+        The module with the ports as its last outputs, and the positions of the views that they are for; the module
+        itself where no view needs one.
     """
     outputs: list[Any] = list(module.graph.output_node().args[0])  # type: ignore[arg-type]
     examples = [one.meta.get("example_value") for one in module.graph.output_node().all_input_nodes]
     if any(isinstance(one, torch.Tensor) and not isinstance(one, internals.FakeTensor) for one in examples):
-        return module, ()  # a tensor subclass has several tangents
+        return module, ()  # an output that is a tensor subclass has several tangents
     storages = {node: storage for node in module.graph.nodes if (storage := _storage(node)) is not None}
     inputs = {storages[node] for node in module.graph.find_nodes(op="placeholder") if node in storages}
     counts = Counter(storages[one] for one in outputs if one in storages)
@@ -75,7 +78,7 @@ def with_ports(module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, tupl
 
 
 def _storage(node: Any) -> int | None:
-    """What tells apart the memory that a node's result lies in; ``None`` for what has none of its own."""
+    """A number for the storage of a node's result; ``None`` for what is no tensor."""
     value = node.meta.get("example_value") if isinstance(node, Node) else None
     return int(value.untyped_storage()._cdata) if isinstance(value, internals.FakeTensor) else None
 
@@ -86,13 +89,13 @@ def _is_differentiable_view(node: Node) -> bool:
 
 
 class Ports:
-    """The ports of one call of a captured part, and what comes through them in a backward.
+    """The ports of one call of a captured graph, and the gradients that come through them in a backward.
 
-    It keeps nothing of the part and its outputs: hooks on these hold it.
+    It refers to none of the outputs: they hold it, by the hooks on their autograd nodes.
 
     Args:
-        outputs: what the part returned, those of its ports at the end.
-        views: the positions of the outputs that these are for.
+        outputs: what the graph returned, its ports at the end.
+        views: the positions of the outputs that the ports are for.
     """
 
     def __init__(self, outputs: Sequence[Any], views: Sequence[int]) -> None:
@@ -112,7 +115,7 @@ class Ports:
     def _take(
         self, part: Callable[[], Any], number: int, output: int, gradients: tuple[Any, ...]
     ) -> tuple[Any, ...] | None:
-        """Before the backward of a view: its gradient is the port's, if the part's backward is yet to come."""
+        """Before a view's backward: its gradient becomes the port's, if the captured graph's backward is yet to run."""
         self._begin()
         node = part()
         if gradients[output] is None or self._handed_over or node is None or not internals.is_to_run(node):
@@ -121,7 +124,7 @@ class Ports:
         return tuple(None if i == output else one for i, one in enumerate(gradients))
 
     def gradients(self) -> dict[int, torch.Tensor]:
-        """When the part's backward begins: what came through its ports, by the positions of these among its outputs."""
+        """When the graph's backward begins: the gradients of its ports, by the ports' positions among its outputs."""
         self._begin()
         self._handed_over = True
         found, self._gradients = self._gradients, {}

@@ -1,7 +1,8 @@
-"""Regions that the user has marked with ``torch.compiler.nested_compile_region``, such as the blocks of a deep network.
+"""Regions that the user has marked with ``torch.compiler.nested_compile_region`` are inlined, and planned as all else.
 
-Dynamo captures blocks that are alike once, and hands each over as a call of the same graph. AOTAutograd would keep the calls
-whole, and nothing inside could be rematerialized: here each call becomes the ops of that graph.
+Such a region may be each block of a deep network. Dynamo captures blocks that are alike once, and hands each over as a
+call of the same graph. AOTAutograd would keep the calls whole, and nothing inside could be rematerialized: here each
+call becomes the ops of that graph.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Node = torch.fx.Node
 def inline_regions(module: torch.fx.GraphModule) -> None:
     """Put the ops of every marked region in the place of its call, regions inside regions too.
 
-    What names a module (``nn_module_stack``) is rewritten: the graph was captured in the first of the blocks that are alike.
+    Module paths (``nn_module_stack``) become those of the block that is called: the graph has those of the first one.
 
     Args:
         module: what Dynamo has captured; it is changed in place.
@@ -42,7 +43,7 @@ def inline_regions(module: torch.fx.GraphModule) -> None:
 
 
 def _copied(body: torch.nn.Module, name: str, operands: list[Any], call: Node) -> Any:
-    """The body's ops before ``call``; returns what they result in."""
+    """Copy the ops of a region's body to before its ``call``; returns the body's results."""
     assert isinstance(body, torch.fx.GraphModule)
     values: dict[Node, Any] = {}
     given = iter(operands)
@@ -59,7 +60,7 @@ def _copied(body: torch.nn.Module, name: str, operands: list[Any], call: Node) -
 
 
 def _stack_in(call: Node, node: Node) -> dict[str, Any]:
-    """The modules around a node of a region, where that is called."""
+    """The ``nn_module_stack`` of a region's node, for the block that calls the region."""
     around, inside = (
         dict(call.meta.get("nn_module_stack") or {}),
         list((node.meta.get("nn_module_stack") or {}).items()),

@@ -1,8 +1,9 @@
-"""Writes to a part of a tensor, as a captured graph has them: a new tensor that is the old one but for that part.
+"""Writes to a part of a tensor, as functionalization has them: a new tensor that is the old one but for that part.
 
-torch's functional ops for that copy everything that lies on the old tensor's storage: for one row of a table, the table. And
-what is written they copy to such a tensor of its own first. Here a copy is of the tensor alone, and nothing is copied where the
-old tensor is needed no longer (see ``_overwriting``): a loop that fills a tensor row by row fills one.
+torch's functional ops for that (``select_scatter`` and others) copy the whole storage that the old tensor lies on: for
+one row of a table, the table. What is written is first copied (``aten.copy``) to a tensor on such a storage too. Here a
+copy is of the tensor alone, and nothing is copied where the old tensor is needed no longer (see ``_overwriting``): a
+loop that fills a tensor row by row fills one tensor.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ _VIEWS: dict[Any, Callable[..., torch.Tensor]] = {
 """The view of the part that each op writes to, by the same arguments."""
 
 _BY_STORAGE = {aten.as_strided.default, aten.as_strided_scatter.default, aten.as_strided_copy.default}
-"""Ops that name a place in a storage: it must stay what it was when they were captured."""
+"""Ops that address a storage by strides and offset: what lies on it must stay as it was when they were captured."""
 
 
 @functools.cache
 def written(view: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A tensor with ``source`` written to its part ``view(x, *where)``; over ``x`` itself where that is given as ``out``."""
+    """A function that returns ``x`` with ``source`` written to its part ``view(x, *where)``.
+
+    It returns a copy of ``x``, or ``x`` itself where that is given as ``out``.
+    """
 
     def call(
         x: torch.Tensor, source: torch.Tensor, *where: Any, out: torch.Tensor | None = None, **named: Any
@@ -58,7 +62,7 @@ def writes_part(target: Any) -> bool:
 def copied(
     source: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """A tensor of these strides, with ``source`` copied to it."""
+    """A new tensor of this shape and these strides, with ``source`` copied to it."""
     return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(source)
 
 
@@ -68,7 +72,10 @@ def copies_storage(target: Any) -> bool:
 
 
 def write_parts_alone(graph: torch.fx.Graph) -> None:
-    """Writes to parts of tensors take the memory of these, and what is written is not copied before."""
+    """Put `written` in the place of ops that write to a part of a tensor, and `copied` in that of ``aten.copy``.
+
+    What is written is not copied before, if it has the tensor's dtype. A graph with ops that address a storage is left.
+    """
     if any(node.target in _BY_STORAGE for node in graph.nodes):
         return
     symbols = symbols_among(graph)
@@ -90,7 +97,7 @@ def write_parts_alone(graph: torch.fx.Graph) -> None:
 
 
 def _apart(value: torch.Tensor) -> bool:
-    """Whether each element has a place of its own: no tensor that was expanded."""
+    """Whether each element has a place of its own in memory: the tensor was not expanded."""
     return value.layout is torch.strided and not any(
         hint(step) == 0 and hint(size) != 1 for size, step in zip(value.shape, value.stride(), strict=True)
     )

@@ -1,4 +1,4 @@
-"""Symbolic sizes of a captured graph: what they are for one call, and nodes that compute them."""
+"""Symbolic sizes of a captured graph: the numbers that they stand for, and nodes that compute them."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Sizes:
     """Whole numbers for the symbolic sizes of one graph.
 
     Args:
-        values: of its symbols. Of what other symbols are in, there is what it was when the graph was captured (1 where that
-            is not known before the step runs).
+        values: by symbol. An expression with other symbols in it has the value that it had when the graph was captured
+            (1 where that is not known before the step runs).
     """
 
     def __init__(self, values: Mapping[Symbol, int]) -> None:
@@ -29,7 +29,7 @@ class Sizes:
         self._known: dict[Any, Any] = {}
 
     def __call__(self, value: Any) -> Any:
-        """The number that ``value`` stands for; ``int(value)`` would tie the captured graph to it."""
+        """The number that ``value`` stands for; ``int(value)`` would make Dynamo guard on it."""
         expression = internals.expression(value)
         if expression is None:
             return value
@@ -41,13 +41,13 @@ class Sizes:
 
 
 def symbols_of(value: Any) -> set[Symbol]:
-    """The symbols of a symbolic number; none of a plain value."""
+    """The symbols in a symbolic number; none for a plain value."""
     expression = internals.expression(value)
     return set() if expression is None else internals.free_symbols(expression)
 
 
 def symbols_among(graph: torch.fx.Graph) -> dict[Symbol, torch.fx.Node]:
-    """The placeholders that hand in a symbol itself, by their symbols."""
+    """The placeholders whose value is a symbol itself, and no other expression, by their symbols."""
     found: dict[Symbol, torch.fx.Node] = {}
     for node in graph.find_nodes(op="placeholder"):
         expression = internals.expression(node.meta.get("val"))
@@ -57,13 +57,13 @@ def symbols_among(graph: torch.fx.Graph) -> dict[Symbol, torch.fx.Node]:
 
 
 def unlike_any(symbols: Mapping[Symbol, Any]) -> Sizes:
-    """Sizes at which nothing is equal by chance: a large prime a symbol."""
+    """Sizes at which nothing is equal by chance: for each symbol a large number without small divisors."""
     primes = (n for n in itertools.count(10007, 2) if all(n % d for d in range(3, 101, 2)))
     return Sizes(dict(zip(symbols, primes, strict=False)))
 
 
 def size_node(graph: torch.fx.Graph, value: Any, symbols: Mapping[Symbol, torch.fx.Node]) -> Any:
-    """A size as an argument of a node: a number, a placeholder, or nodes that are put where the graph inserts.
+    """A size as an argument of a node: a number, a placeholder, or a new node, put where the graph inserts nodes.
 
     Raises:
         CaptureError: for a size that is not known before the step runs.

@@ -1,12 +1,13 @@
-"""Gradients that are added up in eager's order: what a part of a step uses several times, and a later part again.
+"""Gradients of tensors that a captured graph uses several times, and later code again, added up in eager's order.
 
-Autograd adds what arrives at a tensor in the order in which it arrives: that of the later part first, then one by one what the
-uses in the earlier part give, the last use first. A captured part would give the sum of its own: ``b + (a2 + a1)``, where eager
-mode has ``(b + a2) + a1``. So each of them is handed out, and autograd adds them.
+Autograd adds the gradients of a tensor in the order in which they arrive: that of the later code first, then those of
+the uses inside of the graph, one by one, the last use first. A captured graph would return the sum of its own:
+``b + (a2 + a1)``, where eager mode has ``(b + a2) + a1``. So the graph returns each summand, and autograd adds them.
 
-Of a module that is called by itself it is not known what else will read what it reads: its own loop, another call, or nothing,
-which is what usually is the case, and for which sums take less memory. So they are marked (`mark_sums`), and taken apart
-(`opened`) in a backward in which something else adds to one of them (`adds_elsewhere`).
+Of the last graph of a function that is called by itself (`rematerialize`) it is not known whether code around it, or
+another call, reads the same tensors. Mostly nothing does, and then a sum inside of the graph takes less memory. So
+these sums are marked (`mark_sums`), and taken apart (`opened`) only in a backward in which something else adds to one
+of them (`adds_elsewhere`).
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from lightning_remat.capture._torch import OpOverload, argument_of, overwritten,
 from lightning_remat.errors import CaptureError
 
 Sums = Mapping[int, tuple[int, ...]]
-"""By the position of an argument, those of what its gradient is the sum of, among the outputs of a backward."""
+"""By the position of an argument: the positions, among a backward's outputs, of its gradient's summands, in order."""
 
 
 OPENS = "remat_opens"
-"""In the notes of a node: it adds a summand that can be handed out in its place."""
+"""Key in a node's ``meta``: the node is an addition in whose place its two terms can be returned."""
 
 
 def split_sums(graph: torch.fx.Graph, num_fwd_outputs: int) -> Sums:
-    """Hand out the summands of a joint graph's gradients in place of their sums: more outputs, at the end.
+    """Have a joint graph return summands in place of sums: the first where the sum was, the others at the end.
 
     Raises:
         CaptureError: where it cannot be told what autograd has added up at an argument, and what on the way to it.
@@ -56,10 +57,10 @@ def split_sums(graph: torch.fx.Graph, num_fwd_outputs: int) -> Sums:
 
 
 def mark_sums(graph: torch.fx.Graph, num_fwd_outputs: int) -> Sums:
-    """What `opened` would hand out, were it to take a joint graph's sums apart; the graph stays as it is.
+    """Mark the sums of a joint graph that `opened` can take apart, and say where it will return their summands.
 
-    A sum of which it cannot be told what autograd has added up at an argument, and what on the way to it, stays: it is a
-    gradient without other summands.
+    A sum of which it cannot be told what autograd has added up at an argument, and what on the way to it, is not
+    marked: its argument has one position.
     """
     outputs: Any = graph.output_node().args[0]
     position = len(outputs) - num_fwd_outputs
@@ -79,7 +80,7 @@ def mark_sums(graph: torch.fx.Graph, num_fwd_outputs: int) -> Sums:
 
 
 def _gradients(graph: torch.fx.Graph, num_fwd_outputs: int) -> Iterator[tuple[int, int, Node]]:
-    """Of a joint graph's outputs that are gradients of arguments: the index, that of the argument, and the primal."""
+    """Outputs of a joint graph that are gradients of arguments: the output's index, the argument's, and the primal."""
     output = graph.output_node()
     outputs: Any = output.args[0]
     descriptions = list(output.meta.get("desc") or [])
@@ -97,9 +98,9 @@ def _gradients(graph: torch.fx.Graph, num_fwd_outputs: int) -> Iterator[tuple[in
 
 
 def opened(backward: torch.fx.GraphModule, sums: Sums) -> torch.fx.GraphModule:
-    """A backward that hands out the summands of its marked sums: those that come first, and the others at the end.
+    """A backward that returns the summands of its marked sums: the first where the sum was, the others at the end.
 
-    One that was left out, since it is nothing (see `lowering.without_tangents`), is ``None``.
+    A summand is ``None`` where it was left out because its tangent is absent (see `lowering.without_tangents`).
     """
     graph = torch.fx.Graph()
     outputs: list[Any] = list(graph.graph_copy(backward.graph, {}))  # type: ignore[arg-type]
@@ -111,7 +112,7 @@ def opened(backward: torch.fx.GraphModule, sums: Sums) -> torch.fx.GraphModule:
             node = outputs[first]
             if not isinstance(node, Node) or not node.meta.get(OPENS):
                 break
-            terms = node.args[:2] if len(node.args) > 1 else (node.args[0], None)  # a copy, where the other is nothing
+            terms = node.args[:2] if len(node.args) > 1 else (node.args[0], None)  # a copy: the other was left out
             outputs[first], outputs[position] = (memory.as_when_added(one, node) for one in terms)
             taken_apart.append(node)
     graph.output(tuple(outputs))
@@ -151,7 +152,7 @@ class _Memory:
         return node
 
     def as_when_added(self, summand: Any, added_by: Node) -> Any:
-        """A summand; a copy of it, where something that runs later writes to it."""
+        """A summand as it is when it is added: itself, or a copy where something writes to its memory later."""
         if not isinstance(summand, Node):
             return summand
         own, added = self._of(summand), self._order[added_by]
@@ -173,14 +174,14 @@ def differentiable_views(inputs: Sequence[Any]) -> frozenset[int | None]:
 
 
 def refuse_written_views(graph: torch.fx.Graph, num_fwd_outputs: int, views: frozenset[int | None]) -> None:
-    """A view that gradients come through, and that a part of a step writes to, as in ``hidden[:, 0].mul_(2)`` over a break.
+    """Refuse a graph that writes to a view with gradients among its arguments: ``hidden[:, 0].mul_(2)`` after a break.
 
-    Autograd would hand on the gradient of the old values to what it is a view of in one piece, where eager mode has several.
+    The gradient of the view's old values would reach the view's base in one piece, where eager mode adds several to it.
 
     Args:
-        graph: a joint one.
-        num_fwd_outputs: its outputs that are no gradients.
-        views: positions of the arguments that are such views.
+        graph: the joint graph.
+        num_fwd_outputs: how many of its outputs are the forward's.
+        views: positions of the arguments that are such views (`differentiable_views`).
 
     Raises:
         CaptureError: where one of them is written to.
@@ -194,10 +195,13 @@ def refuse_written_views(graph: torch.fx.Graph, num_fwd_outputs: int, views: fro
 
 
 def _summands(gradient: Node, primal: Node) -> tuple[list[Node], list[Node]]:
-    """What autograd adds up at ``primal``, in its order, and what adds the second of these, the third, and so on.
+    """The summands that autograd adds up at ``primal``, in its order, and the nodes that add the second, the third, ...
 
-    A sum of another tensor's gradients arrives as it is where the op between hands it on (that of an addition does): then the
-    first of the summands belong together.
+    Where an op that reads ``primal`` passes on the gradient of its result as it is (an addition does), that gradient
+    may be a sum itself, made at the result: then the first terms of the whole sum are one summand.
+
+    Raises:
+        CaptureError: where it cannot be told which terms these are.
     """
     chain, sums = [gradient], [gradient]
     while _accumulates(chain[0]):
@@ -217,7 +221,7 @@ def _summands(gradient: Node, primal: Node) -> tuple[list[Node], list[Node]]:
 
 
 def _handed_on_by(summand: Node, primal: Node, uses: Collection[Node]) -> set[Node]:
-    """The ops that read ``primal`` and that a gradient came through as it was; none, where an op that reads it made it."""
+    """The ops that read ``primal`` and passed a summand on as it is; none, where the backward of such an op made it."""
     number = summand.meta.get("seq_nr")
     left = [node for node in primal.graph.nodes if runs_in_forward(node) and node.meta.get("seq_nr") == number]
     if any(node in uses for node in left):
@@ -241,7 +245,7 @@ _HAND_ON = {
     torch.ops.aten.clone.default,
     torch.ops.aten.alias.default,
 }
-"""Whose gradient is that of their result, as it is."""
+"""Ops that pass the gradient of their result on to their input as it is."""
 
 _HAND_ON_ALIKE = {
     torch.ops.aten.view.default,
@@ -263,7 +267,7 @@ def _accumulates(node: Node) -> bool:
 
 
 class HandedOut:
-    """The summands of one call's gradients, between its backward and autograd's sums."""
+    """The summands of one call's gradients, from the call's backward until autograd adds them."""
 
     def __init__(self, sums: Sums) -> None:
         self._sums = sums
@@ -271,20 +275,20 @@ class HandedOut:
         self._summands: dict[int, torch.Tensor | None] = {}
 
     def stay(self, arguments: Collection[int]) -> list[int]:
-        """Those of the arguments whose sums cannot be taken apart."""
+        """Those of these arguments whose sums cannot be taken apart."""
         return [argument for argument in arguments if len(self._sums[argument]) == 1]
 
     def begin(self) -> None:
-        """A backward comes: what an earlier one has handed out, and nothing has taken, is not added to its gradients."""
+        """A backward begins: summands of an earlier one that autograd did not ask for are dropped."""
         self._summands = {}
 
     def taken(self, summands: Sequence[torch.Tensor | None]) -> None:
-        """What a backward returns beyond its gradients."""
+        """Keep the summands that a backward returns beyond its gradients."""
         positions = sorted(position for several in self._sums.values() for position in several[1:])
         self._summands = dict(zip(positions, summands, strict=True))
 
     def inputs(self, args: Sequence[Any]) -> list[Any]:
-        """The arguments, of which those with several gradients pass these on to autograd one by one."""
+        """The call's arguments, of which those with several summands hand these to autograd one by one (`_Several`)."""
         given = list(args)
         apply: Any = _Several.apply  # without types before torch 2.14
         for argument, positions in self._sums.items():
@@ -293,15 +297,15 @@ class HandedOut:
         return given
 
     def of(self, argument: int) -> list[torch.Tensor | None]:
-        """What is added to the first gradient of an argument; it is kept no longer.
+        """The summands of an argument's gradient beyond the first, which are kept no longer.
 
-        Nothing, where a backward comes through a view of the argument, and not through what was captured.
+        They are ``None`` where a backward comes through a view of the argument, and not through the captured graph.
         """
         return [self._summands.pop(position, None) for position in self._sums[argument][1:]]
 
 
 class _Several(torch.autograd.Function):
-    """A tensor as it is, with an edge for each of its gradients."""
+    """The identity, with one edge in autograd's graph for each summand of the tensor's gradient."""
 
     @staticmethod
     def forward(ctx: Any, handed_out: HandedOut, argument: int, *values: torch.Tensor) -> torch.Tensor:
@@ -315,14 +319,14 @@ class _Several(torch.autograd.Function):
 
 
 def several_of(node: Any) -> set[Any]:
-    """The nodes by which a call's ``node`` hands on several gradients of one argument."""
+    """The `_Several` nodes to which a call's ``node`` in autograd's graph passes gradients."""
     return {one for one, _ in node.next_functions if isinstance(getattr(one, "handed_out", None), HandedOut)}
 
 
 def adds_elsewhere(node: Any) -> frozenset[int]:
-    """The arguments, of those that a call's ``node`` hands out sums for, that something else adds to in the backward that runs.
+    """The arguments with several summands to which something besides a call's ``node`` adds in the backward that runs.
 
-    All of them, where that is not known.
+    All arguments with several summands, where that is not known.
     """
     several = several_of(node)
     known = sources_of_gradients()

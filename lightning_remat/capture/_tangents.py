@@ -1,8 +1,8 @@
-"""How a gradient lies in memory that a captured graph is handed, as what follows in the step has made it.
+"""Memory layouts of tangents: the gradients of a captured graph's outputs, as the rest of the step has made them.
 
-AOTAutograd takes it that a gradient lies as the output does that it is of, traces the backward for that, and copies what comes
-otherwise: the expanded gradient of a mean, the transposed one of ``logits.transpose(1, 2)``. Eager mode copies nothing, and a
-kernel that adds up along the rows goes through such a gradient in another order, and rounds otherwise.
+AOTAutograd assumes that a tangent is laid out as its output is, traces the backward for that, and copies a tangent that
+comes otherwise: the expanded gradient of a mean, the transposed one of ``logits.transpose(1, 2)``. Eager mode copies
+nothing, and a kernel that adds up along the rows goes through such a gradient in another order, and rounds otherwise.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from collections.abc import Mapping, Sequence
 import torch
 
 Given = tuple[tuple[int, ...], tuple[int, ...]]
-"""Shape and strides of a gradient."""
+"""Shape and strides, in elements, of a gradient."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a tensor of any size lies in memory.
+    """The memory layout of a tensor, for any sizes of its dimensions.
 
     Attributes:
         order: its dimensions, the one with the largest stride first.
-        expanded: those of them in which all elements are one.
-        strides: in elements, where there are gaps between them: for one size alone.
+        expanded: those of them with a stride of 0: all of their elements are one in memory.
+        strides: in elements, for a layout that the other two do not give, such as one with gaps: it holds for one shape
+            alone.
     """
 
     order: tuple[int, ...]
@@ -51,7 +52,7 @@ class Layout:
         return tuple(found)
 
     def empty_like(self, value: torch.Tensor) -> torch.Tensor:
-        """A tensor of the same shape (symbolic, perhaps), type and device that lies so."""
+        """A tensor of the same shape (symbolic, perhaps), dtype and device that has this layout."""
         if self.strides:
             return torch.empty_strided(value.shape, self.strides, dtype=value.dtype, device=value.device)
         sizes = [1 if d in self.expanded else size for d, size in enumerate(value.shape)]
@@ -59,9 +60,9 @@ class Layout:
 
 
 Layouts = Mapping[int, Layout]
-"""By the position, among a captured function's outputs, of that whose gradient it is."""
+"""Layouts of tangents, by the position of the output, among a captured function's, whose gradient the tangent is."""
 
 
 def alike(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two tensors of this shape, with these strides, lie alike."""
+    """Whether two tensors of this shape, with strides ``one`` and ``other``, have the same layout."""
     return 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, one, other, strict=True))

@@ -1,4 +1,4 @@
-"""What every operation costs: its time, and the memory it takes for itself while it runs.
+"""What every operation costs: seconds, and the bytes that it takes for itself while it runs (its workspace).
 
 `profile` measures on the device; `roofline`, `flops` and `unit` need no device at all. `cost_model` finds one by name.
 """

@@ -31,12 +31,16 @@ def cost_model(name: str, *, cache: CostCache | None = None, progress: Progress 
         cache: for ``"profile"``: where measured costs are kept.
         progress: for ``"profile"``: told how many ops are timed, and how many there are to time.
 
+    Returns:
+        The model: given the calls of a step and a device, it returns one `OpCost` a call.
+
     Raises:
-        ConfigError: for another name.
+        ConfigError: for another name, or a device that the table does not have. (The model of ``"roofline"`` raises it
+            for a device without figures, and that of ``"profile"`` for one that is neither ``cpu`` nor ``cuda``.)
 
     Example:
         >>> cost_model("unit")([None], torch.device("cpu"))
-        [OpCost(seconds=0.0, workspace_bytes=0)]
+        [OpCost(seconds=0.0, workspace_bytes=0, real_bytes=())]
     """
     kind, separator, device_name = name.partition(":")
     if kind == "roofline" and separator:

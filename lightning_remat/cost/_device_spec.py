@@ -1,4 +1,4 @@
-"""Published peak figures of devices."""
+"""Published peak figures of devices, for estimates of time (see `roofline`)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class DeviceSpec:
 
     Attributes:
         name: how it is asked for, such as ``"A100-80"``.
-        flops_per_second: FLOP/s by the element type multiplied, accumulating in float32 for the 16-bit types, without
-            sparsity; float32 without TF32. A type that is not listed computes at the rate of float32.
+        flops_per_second: FLOP/s of products, by the dtype of their factors: accumulating in float32 for the 16-bit
+            types, without sparsity; float32 without TF32. A dtype that is not listed computes at the rate of float32.
         bytes_per_second: bandwidth of its memory.
         launch_seconds: the least time any op takes, which is that of launching it.
     """
@@ -32,7 +32,7 @@ class DeviceSpec:
     launch_seconds: float
 
     def flops_of(self, dtype: torch.dtype) -> float:
-        """FLOP/s for this element type."""
+        """FLOP/s for this dtype."""
         return self.flops_per_second.get(dtype, self.flops_per_second[torch.float32])
 
 
@@ -42,8 +42,9 @@ def _gpu(name: str, *, f64: float, f32: float, f16: float, bf16: float | None, g
     return DeviceSpec(name, {kind: 1e12 * rate for kind, rate in rates.items()}, 1e9 * gigabytes, 5e-6)
 
 
-# NVIDIA's data sheets and architecture white papers; SXM modules unless the name says PCIe. 16-bit rates are those of
-# the tensor cores, dense. The launch time is a round figure for eager PyTorch.
+# NVIDIA's data sheets and architecture white papers; V100, A100, H100 and H200 are SXM modules unless the name says
+# PCIe. 16-bit rates are those of tensor cores, dense, where there are any. The launch time is a round figure for eager
+# PyTorch.
 _GPUS = (
     _gpu("P100", f64=4.7, f32=9.3, f16=18.7, bf16=None, gigabytes=732),  # PCIe
     _gpu("T4", f64=0.25, f32=8.1, f16=65, bf16=None, gigabytes=320),
@@ -87,9 +88,9 @@ def device_spec(device: str | torch.device) -> DeviceSpec:
     """The figures of a device of the table.
 
     Args:
-        device: a name of the table (upper or lower case), or a torch device (``"cuda"``, with an index or without, too), which
-            is looked up by what it is called. A CUDA device that is not in the table is taken for an A100, and a warning in
-            the log says so.
+        device: a name of the table (upper or lower case), or a torch device (as a string too: ``"cuda"``,
+            ``"cuda:1"``), which is looked up by the name that its driver gives. A CUDA device that is not in the table
+            is taken for an A100 with 40 GB, and a warning in the log says so.
 
     Raises:
         ConfigError: for an unknown name, or a torch device other than ``cpu`` and ``cuda``.
@@ -108,7 +109,7 @@ def device_spec(device: str | torch.device) -> DeviceSpec:
 
 
 def cuda_spec_name(device_name: str) -> str:
-    """The table's name for a CUDA device, from what the driver calls it."""
+    """The table's name for a CUDA device, by the name that its driver gives; an A100's, with a warning, for others."""
     for pattern, name in _CUDA_NAMES:
         if re.search(pattern, device_name, re.IGNORECASE):
             return name

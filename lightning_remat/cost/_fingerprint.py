@@ -1,4 +1,4 @@
-"""What measured costs depend on, besides the operation itself."""
+"""What measured costs depend on besides the operation: the device's model, torch's version, and settings of kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _GENERAL = (
     "get_float32_matmul_precision",
     "backends.fp32_precision",
 )
-# Of the two ways to ask for TF32, what the kernels read is the newer one, which the older one sets too.
+# There are two ways to ask for TF32: kernels read the newer setting, and the older one sets it too.
 _CUDA = (
     "backends.cudnn.version",
     "backends.cudnn.enabled",

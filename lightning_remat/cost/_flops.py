@@ -22,7 +22,7 @@ _SAME_FORMULA = {
     "_scaled_dot_product_fused_attention_overrideable": "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_fused_attention_overrideable_backward": "_scaled_dot_product_flash_attention_backward",
 }
-"""Attention kernels that torch's registry leaves out, and one it has with the same leading arguments."""
+"""Attention kernels without a formula in torch's registry; for each, one that has it and the same leading arguments."""
 
 _CONVOLUTION_BACKWARD_GROUPS = 9
 _CONVOLUTION_BACKWARD_MASK = 10
@@ -67,7 +67,7 @@ def touched(call: OpCall) -> list[TensorSpec]:
 
 
 def _formula(call: OpCall) -> Callable[[OpCall], int] | None:
-    """A function of the call that gives its FLOPs, or ``None`` where torch has no formula for it."""
+    """A function that gives the FLOPs of such a call; ``None`` where torch has no formula for it."""
     name = aten_name(call)
     if not name:
         return None
@@ -87,7 +87,7 @@ def _apply(formula: Callable[..., int], call: OpCall) -> int:
 
 
 def _convolution_backward(formula: Callable[..., int], call: OpCall) -> int:
-    """The input's and the weight's share apart, since torch's formula for the weight leaves out the groups.
+    """FLOPs for the gradients of input and weight, counted apart, since torch's formula for the weight ignores groups.
 
     With ``g`` groups every output channel meets only one in ``g`` of the input channels, in both gradients.
     """

@@ -1,7 +1,8 @@
 """Which integer tensors are indices, and into how many rows.
 
-An op's time depends on where its indices point: when all of them are 0, every write lands on one row, which serialises
-a scattering kernel. `index_bounds` names the index tensors of the ops that this matters for, so that they can spread.
+An op's time depends on where its indices point: when all of them are 0, every write lands on one row, which serializes
+a kernel that scatters. `index_bounds` names the index tensors of ops for which this matters, so that made-up indices
+can spread.
 """
 
 from __future__ import annotations

@@ -18,22 +18,22 @@ _LOW, _HIGH = 0.1, 1.0
 
 
 class ProducerError(RuntimeError):
-    """An op that another one's inputs come from cannot be run: that one has nothing to be run on."""
+    """An op that makes inputs of another cannot be run, so that the other one cannot either."""
 
 
 _Result = tuple[str, int]
-"""The key of a call, and a place among the tensors that it returns."""
+"""One result: the key of a call, and a place among the tensors that it returns."""
 
 
 def materialize(call: OpCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments with a real tensor for every `TensorSpec`, each on the device of its spec.
 
-    Floats are between 0.1 and 1, booleans true, integers 0, indices spread over the rows they index. Strides are those
-    of the spec: an expanded tensor stays one. The default random generators are not used.
+    Floats are between 0.1 and 1, booleans true, integers 0, indices (see `index_bounds`) spread over the rows they
+    index. Strides are those of the spec: an expanded tensor stays one. The default random generators are not used.
 
-    Inputs with a source come from a real run of that, whatever their specs say; but for such indices. The sources run one
-    after the other, each on arguments that are dropped before the next; of what they return, only what is read again is
-    held meanwhile.
+    Inputs with a source (`OpCall.sources`) come from a real run of that, whatever their specs say; such indices do not.
+    The sources run one after the other, each on arguments that are dropped before the next; of what they return, only
+    what is read again is held meanwhile.
 
     Raises:
         ProducerError: when a source cannot be run.
@@ -57,7 +57,11 @@ def materialize(call: OpCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def _results(
     call: OpCall, made: Mapping[_Result, torch.Tensor], wanted: Container[_Result]
 ) -> dict[_Result, torch.Tensor]:
-    """What is wanted of a real run of a call."""
+    """Run a call, and return those of its results that are wanted.
+
+    Raises:
+        ProducerError: when it cannot be run.
+    """
     try:
         args, kwargs = _arguments(call, made)
         returned = enumerate(tensors_in(call.target(*args, **kwargs)))
@@ -79,10 +83,10 @@ def _taken(call: OpCall) -> dict[int, _Result]:
 
 
 def _arguments(call: OpCall, made: Mapping[_Result, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a call, with what was ``made`` for those that have a source.
+    """Arguments of a call, with the results in ``made`` for those that have a source.
 
     Raises:
-        ProducerError: when that did not return one of them.
+        ProducerError: when one of these is not in ``made``.
     """
     bounds = index_bounds(call)
     taken = _taken(call)
@@ -115,7 +119,7 @@ def tensor(spec: TensorSpec, index_bound: int | None = None) -> torch.Tensor:
 
     Args:
         spec: what to make.
-        index_bound: for integers, draw from 0 to this bound, less 1, instead of zeros.
+        index_bound: for integers: draw them from 0 up to this bound, exclusive; ``None`` for zeros.
     """
     buffer = torch.empty(spec.span, dtype=spec.dtype, device=spec.device)
     if spec.dtype is torch.bool:
@@ -135,7 +139,7 @@ def tensor(spec: TensorSpec, index_bound: int | None = None) -> torch.Tensor:
 
 
 def _fill_with_pattern(buffer: torch.Tensor) -> None:
-    """Random numbers at the speed of a copy, and without any memory beside ``buffer``: a short pattern, doubled."""
+    """Fill with random numbers at the speed of a copy, without memory beside ``buffer``: a short pattern is doubled."""
     filled = min(_PATTERN_ELEMENTS, buffer.numel())
     buffer[:filled].uniform_(_LOW, _HIGH, generator=_generator(buffer.device))
     while filled < buffer.numel():
@@ -145,7 +149,7 @@ def _fill_with_pattern(buffer: torch.Tensor) -> None:
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    """Numbers of our own, the same every time."""
+    """A new generator, which gives the same numbers every time."""
     generator = torch.Generator(device=device)
     generator.manual_seed(0)
     return generator

@@ -12,10 +12,10 @@ class OpCost:
     """Time and memory of one evaluation.
 
     Attributes:
-        seconds: time of one evaluation, in seconds (the static models document their own unit).
+        seconds: time of one evaluation, in seconds (the static models `flops` and `unit` have units of their own).
         workspace_bytes: bytes held during the evaluation only, beside inputs and outputs.
-        real_bytes: the outputs that really take other memory on the device than their specs say, by their place among the
-            call's outputs, and the bytes that they take.
+        real_bytes: for outputs that really take other memory on the device than their specs say: pairs of the place
+            among the call's outputs, and bytes.
     """
 
     seconds: float
@@ -46,4 +46,4 @@ def _is_pair(value: Any) -> bool:
 
 
 FREE = OpCost(0.0, 0)
-"""What a view costs."""
+"""The cost of what takes neither time nor memory, such as a view."""

@@ -1,4 +1,4 @@
-"""Costs measured on the device, one distinct operation at a time."""
+"""Costs measured on the device, one distinct call of an operation at a time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def profile(
     the device's peak memory statistics are reset, and cached blocks are given back at the end.
 
     A call that raises, or whose sources do, gets its `roofline` estimate and a workspace of 0, and a warning in the log
-    says so, once for each target. Such estimates are not cached.
+    says so, once for each target. On the CPU, where a torch profiler runs already, workspaces count as 0 bytes, with a
+    warning too. Neither is cached.
 
     Args:
         calls: what to measure; ``None`` stands for what costs nothing (views). Tensors are made where their specs say.
@@ -119,7 +120,7 @@ def _measure(
 
 
 def _time_one(call: OpCall, device: torch.device) -> tuple[float, Memory]:
-    """Seconds, and on CUDA what it takes there (on the CPU that takes a profiler, which would slow the op: nothing)."""
+    """Seconds of a call, and its memory on CUDA. (On the CPU that takes a profiler, which slows ops: `cpu_memory`.)"""
     args, kwargs = materialize(call)
     run = functools.partial(call.target, *args, **kwargs)
     seconds = seconds_of(run, _timed_on(call, device))
@@ -173,7 +174,12 @@ class _Failures:
 
 @contextlib.contextmanager
 def _undisturbed(device: torch.device, others: Iterable[torch.device]) -> Iterator[None]:
-    """Plain kernels inside, and nothing of the user's changed afterwards, on ``device`` and on others that are used."""
+    """While open, ops run without gradients, autocast and garbage collection; random states are put back at the end.
+
+    Args:
+        device: where memory is counted.
+        others: devices that calls have tensors on.
+    """
     collecting = gc.isenabled()
     on_cuda = dict.fromkeys(torch.empty(0, device=one).device for one in (device, *others) if one.type == "cuda")
     with contextlib.ExitStack() as stack:

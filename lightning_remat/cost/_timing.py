@@ -10,17 +10,17 @@ from collections.abc import Callable
 import torch
 
 PASSES = 3
-"""Times that all ops are gone through on the CPU. What else runs on a machine comes in bursts, that are longer than the
-repeats of one op: spread over the time that all ops take, some of them are hit, and not all."""
+"""Times that all ops are gone through on the CPU. What else runs on a machine comes in bursts, which are longer than
+the repeats of one op: spread over the time that all ops take, some of an op's repeats are hit, and not all."""
 MIN_REPEATS = 3
 MAX_REPEATS = 20
 SECONDS_PER_OP = 0.02
-"""Repeat until this is spent, in all passes, within the two limits above."""
+"""An op is repeated until this is spent, in all passes together, within the two limits above."""
 MOST_SECONDS_PER_OP = 0.06
-"""Stop here, also when something else on the machine made most calls slow."""
+"""On the CPU, an op is not repeated beyond this, in all passes together, even if something else made its calls slow."""
 NEIGHBOURS_BYTES = 16 * 2**20
-"""Written before each call on the CPU, as the ops before it do in a step: with its tensors still in the caches from the
-call before, an elementwise op seems two to three times as fast as it is."""
+"""Bytes that are written before each call on the CPU, as the ops before it write in a step: with its tensors still in
+the caches from the call before, an elementwise op seems two to three times as fast as it is."""
 
 
 def seconds_of(run: Callable[[], object], device: torch.device) -> float:

@@ -1,9 +1,9 @@
-"""How much memory an operation takes for itself: its peak above its inputs and outputs.
+"""How much memory an operation takes for itself, its workspace: its peak above its inputs and outputs.
 
 What counts as output is what the computation graph counts, the span of each tensor: padding that a kernel adds to a storage
-is workspace here. Where an output is other than `OpCall.outputs` says (another type or shape, or on another device), the real
-one counts, and its bytes are reported for the graph. Memory that the allocator does not know of (scratch that oneDNN or
-cuBLAS allocates for itself, once) is not seen.
+is workspace here. Where an output is other than `OpCall.outputs` says (another dtype or shape, or on another device),
+the real one counts, and its bytes are reported for the graph. Memory that the allocator does not know of (scratch that
+oneDNN or cuBLAS allocates for itself, once) is not seen.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ class ProfilerInUseError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What one call takes: see `OpCost.workspace_bytes` and `OpCost.real_bytes`."""
+    """The memory that one call takes: see `OpCost.workspace_bytes` and `OpCost.real_bytes`."""
 
     workspace_bytes: int = 0
     real_bytes: tuple[tuple[int, int], ...] = ()
 
 
 def cuda_memory(call: OpCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> Memory:
-    """What one call takes on ``device``, in blocks of the caching allocator. Resets the device's peak statistics."""
+    """The memory that one call takes on ``device``, in blocks of the caching allocator.
+
+    It makes the call, and resets the device's peak statistics.
+    """
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_stats(device)
@@ -78,7 +81,7 @@ def temporary_bytes(before: Mapping[str, int], after: Mapping[str, int], request
 
 
 def cpu_memory(calls: Iterable[OpCall], on_error: Callable[[OpCall, Exception], None]) -> dict[str, Memory]:
-    """What one call of each takes, by ``OpCall.key``.
+    """The memory that one call of each takes, by ``OpCall.key``.
 
     All calls run under one profiler, one after the other, each on arguments that are dropped before the next.
 
@@ -119,7 +122,7 @@ def cpu_memory(calls: Iterable[OpCall], on_error: Callable[[OpCall, Exception], 
 
 
 def _run_marked(call: OpCall, mark: str) -> Outputs:
-    """Call once between the marker's start and end."""
+    """Make a call between the start and the end of the profiler's mark."""
     args, kwargs = materialize(call)
     with torch.profiler.record_function(mark):
         result = call.target(*args, **kwargs)
@@ -127,7 +130,12 @@ def _run_marked(call: OpCall, mark: str) -> Outputs:
 
 
 def _peaks(windows: list[tuple[int, int, int]], changes: list[tuple[int, int]]) -> dict[int, int]:
-    """The highest running sum of allocations within each marker, by its number."""
+    """The highest running sum of allocations within each mark, in bytes, by the mark's number.
+
+    Args:
+        windows: start, end and number of each mark; see `marked`.
+        changes: moments and bytes of allocations and releases; see `marked`.
+    """
     changes.sort(key=lambda change: change[0])
     windows.sort()
     peaks: dict[int, int] = {}
@@ -150,7 +158,7 @@ class Outputs:
 
     Attributes:
         storages: bytes of each.
-        counted: what the graph counts for all of them.
+        counted: bytes that the computation graph counts for all of them.
         real_bytes: see `OpCost.real_bytes`.
     """
 
@@ -162,7 +170,7 @@ class Outputs:
     def of(
         cls, call: OpCall, result: object, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
     ) -> Outputs:
-        """Of one call's ``result``."""
+        """Those of one call's ``result``."""
         known = {_storage(tensor) for tensor in tensors_in((args, dict(kwargs)))}
         returned = list(tensors_in(result))
         storages: dict[int, int] = {}

@@ -2,7 +2,7 @@
 
 Each compute step becomes one call; each evaluation of an op is a value of its own. The code that FX generates gives every
 value up after its last use, which is never later than the schedule's free step. The forward module returns the forward
-outputs and, behind them, what the backward module reads and does not compute: the values present at the boundary.
+outputs and, behind them, the saved tensors and sizes: what the backward module reads and does not compute.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def lower(captured: CapturedGraph, schedule: Schedule) -> Modules:
     """Forward and backward modules that run ``schedule`` on ``captured``.
 
     The forward takes the primals; it returns the forward outputs, then the saved tensors, then the saved sizes. The
-    backward takes the saved sizes, the saved tensors and the tangents; it returns the gradients. The sizes are all that are
-    among the primals, the same for every schedule.
+    backward takes the saved sizes, the saved tensors and the tangents; it returns the gradients. All sizes among the
+    primals are saved, whatever the schedule.
 
     Raises:
         ScheduleError: when the schedule reads something that is not present (a schedule that `verify` refuses).
@@ -54,7 +54,12 @@ def lower(captured: CapturedGraph, schedule: Schedule) -> Modules:
 
 
 def lower_backward(captured: CapturedGraph, schedule: Schedule, saved: Sequence[Key]) -> torch.fx.GraphModule:
-    """The backward module alone, for a forward that has saved this, in this order (see `needed_from_forward`).
+    """The backward module alone.
+
+    Args:
+        captured: the graph.
+        schedule: by which it runs.
+        saved: what the forward saves, in order (see `needed_from_forward`).
 
     Raises:
         ScheduleError: see `lower`.
@@ -77,7 +82,7 @@ def lower_backward(captured: CapturedGraph, schedule: Schedule, saved: Sequence[
 
 
 def _replayed(captured: CapturedGraph, schedule: Schedule) -> set[int]:
-    """The random ops that are evaluated again."""
+    """The random ops that are evaluated more than once: each replays its numbers."""
     return {op for op, count in schedule.evaluations.items() if count > 1 and captured.graph.ops[op].random}
 
 
@@ -86,10 +91,13 @@ def _sizes(captured: CapturedGraph) -> list[Node]:
 
 
 def read_again(captured: CapturedGraph, schedule: Schedule | None = None) -> tuple[int, ...]:
-    """Parameters and buffers that the backward reads for what eager mode evaluates in the forward, as positions of primals.
+    """Parameters and buffers, by position among the primals, that the backward reads for what eager's forward computes.
 
-    Those that the step itself writes are not among them: what reads them again reads a copy, or does without. Without a
-    schedule, those that it may read by any.
+    Those that the step itself writes are not among them: ops that run again read a copy of them, or do without.
+
+    Args:
+        captured: the graph.
+        schedule: by which it runs; ``None`` for all that the backward may read by any schedule.
     """
     graph = captured.graph
     inputs = [(i, captured.node_tensor[n]) for i, n in enumerate(captured.primals) if n in captured.node_tensor]
@@ -123,7 +131,7 @@ def _name(captured: CapturedGraph, key: Key) -> str:
 
 
 def needed_from_forward(captured: CapturedGraph, schedule: Schedule) -> list[Key]:
-    """What the backward reads before computing it, in order of first use."""
+    """What the backward reads and has not computed by then, in order of first use: what the forward must save."""
     replayed = _replayed(captured, schedule)
     found: dict[Key, None] = {}
     present: set[Node] = set(captured.tangents)
@@ -136,7 +144,7 @@ def needed_from_forward(captured: CapturedGraph, schedule: Schedule) -> list[Key
         if node.op == "get_attr":
             return
         if node.op == "call_function" and node not in captured.node_tensor:
-            for source in node.all_input_nodes:  # sizes are computed again from what they come from, and stand-ins so
+            for source in node.all_input_nodes:  # sizes, and stand-ins, are made again from what they are computed from
                 need(source)
             return
         found[node] = None
@@ -174,7 +182,7 @@ def needed_from_forward(captured: CapturedGraph, schedule: Schedule) -> list[Key
 
 
 def _arguments(node: Node, again: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of an op; batch norm evaluated again in the backward gets no running statistics (they have been updated)."""
+    """Arguments of an op; a batch norm evaluated ``again`` gets no running statistics, which have been updated."""
     args = node.args
     if again and ops.training_batch_norm(node.target, args):
         args = (*args[:3], None, None, *args[5:])
@@ -188,7 +196,7 @@ def _read(node: Node, again: bool) -> list[Node]:
 
 
 def _lying_with(captured: CapturedGraph, tensor: int) -> tuple[int, ...]:
-    """All tensors on one storage."""
+    """All tensors on the storage of this one."""
     graph = captured.graph
     return graph.tensors_on[graph.tensors[tensor].storage]
 
@@ -201,7 +209,7 @@ def _same_tensor_present(captured: CapturedGraph, node: Node, present: set[Node]
 
 
 class _Writer:
-    """One module in the making: which value stands for which node of the joint graph right now."""
+    """Writes one module, step by step: which of its nodes stands for which node of the joint graph at the moment."""
 
     def __init__(self, captured: CapturedGraph, replayed: set[int], done: set[int] | None = None) -> None:
         self.captured = captured
@@ -230,7 +238,11 @@ class _Writer:
         return torch.empty(0, dtype=torch.uint8)
 
     def value(self, key: Key) -> Node:
-        """The present value of a node; sizes and constants are made on the way."""
+        """The node of the module that stands for this; sizes and constants are written when they are first read.
+
+        Raises:
+            ScheduleError: where nothing stands for it.
+        """
         found = self.values.get(self._key(key))
         if found is not None:
             return found
@@ -313,7 +325,7 @@ class _Writer:
         return {t: primal for t, primal in found.items() if primal is not None}
 
     def _overwriting(self, node: Node, over: int, kwargs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """The call's form that writes over tensor ``over``; whatever lies there is gone."""
+        """The op's form that writes over tensor ``over``, and its keyword arguments; all that lies there is gone."""
         form = self._written_over(node, over, kwargs)
         for tensor in _lying_with(self.captured, over):
             self.values.pop(tensor, None)

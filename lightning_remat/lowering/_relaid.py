@@ -1,8 +1,8 @@
-"""The backward of a schedule, for gradients that arrive laid out otherwise than it was made for.
+"""The backward of a schedule, for tangents that arrive with other layouts than it was made for.
 
-The step is traced once more with such gradients; the forward is the same then. So the schedule is carried over: its forward is
-what has run, its backward evaluates the same again, and takes what was saved. Where the other trace copies or does not (a
-reshape), its own operations run as soon as what they read is there.
+The step is traced once more with such tangents (see ``capture._tangents``); the forward is the same then. So the
+schedule is carried over: its forward is what has run, its backward evaluates the same ops again, and takes what was
+saved. An op that only the other trace has, such as the copy of a reshape, runs as soon as what it reads is there.
 """
 
 from __future__ import annotations
@@ -21,17 +21,30 @@ Node = torch.fx.Node
 
 
 def relaid_backward(captured: CapturedGraph, schedule: Schedule, other: CapturedGraph) -> torch.fx.GraphModule:
-    """The backward of ``schedule`` on ``captured``, for the gradients that ``other`` was traced with.
+    """The backward of ``schedule`` on ``captured``, for the tangents that ``other`` was traced with.
 
-    It takes what the forward that `lower` makes of the two has saved.
+    It takes what the forward module of ``lower(captured, schedule)`` has saved.
+
+    Args:
+        captured: the graph as it was captured.
+        schedule: by which its forward has run.
+        other: the same function, traced for tangents of other layouts.
 
     Raises:
-        ScheduleError: where the two traces differ in more than how gradients are handed on.
+        ScheduleError: where the two traces differ in more than how gradients are passed on.
     """
     return _Carried(captured, schedule, other).backward()
 
 
 class _Carried:
+    """A schedule of one trace, carried over to another: which ops, tensors and nodes of the two are the same.
+
+    Args:
+        captured: the one trace.
+        schedule: its schedule.
+        other: the other trace.
+    """
+
     def __init__(self, captured: CapturedGraph, schedule: Schedule, other: CapturedGraph) -> None:
         self.captured, self.schedule, self.other = captured, schedule, other
         self.nodes = _matched(list(captured.module.graph.nodes), list(other.module.graph.nodes))
@@ -50,7 +63,7 @@ class _Carried:
                 self.tensors.setdefault(tensor, found)
 
     def backward(self) -> torch.fx.GraphModule:
-        """The other trace's module."""
+        """The backward module of the other trace."""
         carried = self._schedule()
         verify(self.other.graph, carried)
         saved = [self._key(key) for key in needed_from_forward(self.captured, self.schedule)]
@@ -61,7 +74,7 @@ class _Carried:
         return lower_backward(self.other, carried, saved)
 
     def _schedule(self) -> Schedule:
-        """The schedule, of the other trace's ops."""
+        """The schedule, with the other trace's ops and tensors in the place of the one's."""
         graph = self.other.graph
         steps: list[Step] = []
         present = set(graph.inputs)
@@ -69,7 +82,7 @@ class _Carried:
         boundary = len(self.schedule.steps)
 
         def compute(op: int, over: int = -1) -> None:
-            if over not in graph.ops[op].overwritable:  # it lies otherwise now
+            if over not in graph.ops[op].overwritable:  # its layout is another now
                 over = -1
             steps.append(Compute(op, over))
             if over >= 0:
@@ -100,7 +113,7 @@ class _Carried:
         return Schedule(tuple(steps), min(boundary, len(steps)))
 
     def _key(self, key: Key) -> Key:
-        """What is saved, of the other trace."""
+        """What is saved, named by the other trace's nodes and ops."""
         if isinstance(key, Node):
             found = self.nodes.get(key)
             if found is None:
@@ -114,7 +127,7 @@ class _Carried:
 
 
 def _matched(nodes: Sequence[Node], others: Sequence[Node]) -> dict[Node, Node]:
-    """Nodes of two traces of one function that do the same with the same."""
+    """Nodes of two traces of one function that correspond: alike by `_label`, and with inputs that correspond."""
     labels, other_labels = [*map(_label, nodes)], [*map(_label, others)]
     shorter = min(len(nodes), len(others))
     first = next((i for i in range(shorter) if labels[i] != other_labels[i]), shorter)

@@ -1,8 +1,8 @@
 """A backward that does not come through all outputs of a call, with the bits that eager mode has then.
 
-AOTAutograd is handed zeros for the others, and adds them. Eager mode adds nothing: a gradient that zeros would be added to is
-as it was, in a layout of its own, and a sum over it is computed in the order of that layout. (A model that returns its logits
-beside the loss, as CLIP does, has other last bits otherwise.)
+Autograd hands AOTAutograd zeros for the tangents of the others, and its backward adds what it computes from these.
+Eager mode adds nothing: the gradient stays as it was, in a layout of its own, and a sum over it is computed in the
+order of that layout. (A model that returns its logits beside the loss, as CLIP does, has other last bits otherwise.)
 """
 
 from __future__ import annotations
@@ -25,10 +25,15 @@ _SUMS = {aten.add.Tensor, aten.add.out, aten.add_.Tensor}
 
 
 def without_tangents(backward: torch.fx.GraphModule, unread: Collection[str]) -> torch.fx.GraphModule:
-    """The backward where these tangents (targets of placeholders) are none.
+    """A backward that computes nothing from tangents which are absent.
 
-    It takes the same arguments, returns the same gradients, and holds no more at any moment. It is returned as it is where the
-    layout would change that an op reads which cannot be looked into.
+    It takes the same arguments and returns the same gradients. A result whose layout changes has memory of its own,
+    though the schedule wrote it over another. The backward is returned as it is where sizes are symbolic, or where an
+    op would read another layout than before and what it then returns cannot be told.
+
+    Args:
+        backward: a lowered backward module.
+        unread: the absent tangents, by the targets of their placeholders.
     """
     if any(isinstance(node.meta.get("val"), torch.SymInt) for node in backward.graph.find_nodes(op="placeholder")):
         return backward  # layouts of symbolic sizes are not compared
@@ -46,12 +51,19 @@ class _Unknown(Exception):
 
 
 class _Without:
+    """Rewrites a backward's graph, in place, so that nothing is computed from absent tangents.
+
+    Args:
+        graph: the graph.
+        unread: the absent tangents, by the targets of their placeholders.
+    """
+
     def __init__(self, graph: torch.fx.Graph, unread: Collection[str]) -> None:
         self.graph = graph
         placeholders = graph.find_nodes(op="placeholder")
         self.none = {node for node in placeholders if str(node.target) in unread}
         self.gradients = {node for node in placeholders if "tangents" in str(node.target)} - self.none
-        self.changed: set[Node] = set()  # other layouts than they had
+        self.changed: set[Node] = set()  # nodes that have other layouts than they had
 
     def rewrite(self) -> None:
         for node in list(self.graph.nodes):
@@ -63,7 +75,7 @@ class _Without:
             if not sources & self.none:
                 if sources & self.gradients:
                     self.gradients.add(node)
-            elif not sources & self.gradients:  # made of nothing
+            elif not sources & self.gradients:  # computed from absent tangents alone
                 self.none.add(node)
             else:
                 self.gradients.add(node)
@@ -73,7 +85,7 @@ class _Without:
                 self.graph.erase_node(node)
 
     def _leave_out(self, node: Node) -> None:
-        """A sum of a gradient and nothing is the gradient. (Other ops take zeros for nothing in eager mode too.)"""
+        """A sum of a gradient and an absent one is the gradient. (Other ops take zeros for it in eager mode too.)"""
         terms = node.args[:2]
         kept = [one for one in terms if isinstance(one, Node) and one not in self.none]
         if node.target not in _SUMS or len(kept) != 1 or "alpha" in node.kwargs or not is_tensor(kept[0]):
@@ -94,9 +106,13 @@ class _Without:
             self.changed.add(node)
 
     def _lay_out(self, node: Node) -> None:
-        """What a node whose inputs have other layouts gives now."""
+        """Find the layout of a node's result, whose inputs have other layouts now.
+
+        Raises:
+            _Unknown: where it cannot be told.
+        """
         before = node.meta.get("val")
-        if node.meta.get("remat_handed_over"):  # added to what is there, whose layout it takes
+        if node.meta.get("remat_handed_over"):  # the gradient is added to another, whose layout the sum has
             return
         if node.target is operator.getitem:
             source, index = node.args
@@ -133,7 +149,7 @@ class _Without:
         return self._computed(node, node.args, {})
 
     def _written(self, node: Node, name: str) -> Any:
-        """A result that takes the memory of an input: only where it has the input's layout still."""
+        """A result that was written over an input: it still is, where it has the input's layout."""
         over: Any = node.kwargs[name]
         held = over.meta["val"]
         with self.graph.inserting_before(node):

@@ -1,7 +1,7 @@
-"""Every private name of torch that the project uses, a file a subsystem, and what is made of them for the others.
+"""Every private name of torch that the project uses, one file for each of torch's subsystems, and what is made of them.
 
-Tried on torch 2.15.0, 2.14.1 and 2.13.0 (Python 3.11) and 2.11.0 (Python 3.12). ``_versions`` lists all the names, and looks
-them up before any is imported; on a torch that is not known, none is.
+``_versions`` lists all the names and the releases of torch that were tried, and looks the names up before any is
+imported; on a torch that is not known, none is.
 """
 
 from typing import TYPE_CHECKING

@@ -2,8 +2,8 @@
 
 * ``aot_autograd`` with ``partition_fn``: it hands over the joint forward-backward graph, and runs what it gets back.
 * ``_inductor.config.fallback_random``: without it, AOTAutograd drops random ops whose result nobody reads; eager draws them.
-  ``fx.Node.is_impure``: what else it drops (see ``capture._effects``).
-* ``run_functionalized_fw_and_collect_metadata``: where it decides how gradients lie that a backward is handed (see
+  ``fx.Node.is_impure``: what else it does not drop (see ``capture._effects``).
+* ``run_functionalized_fw_and_collect_metadata``: where it decides which layouts the tangents have (see
   `_tangents_lie`), and ``TracingContext``, where its notes on them are found (see ``_exchange``).
 """
 
@@ -39,13 +39,16 @@ Partition = Callable[..., Modules]
 
 
 class Frame:
-    """What Dynamo has captured, to be traced by AOTAutograd, and once more where gradients turn out to lie otherwise.
+    """A graph that Dynamo has captured, to be traced by AOTAutograd, and once more for tangents of another layout.
 
     Args:
-        module: the captured forward.
-        parts: ops that are captured as the ops that they are made of.
+        module: the captured forward; its regions are inlined in place.
+        parts: ops that are captured as the ops that they are made of, each with a function that calls these.
         symbolic: whether sizes are symbols.
-        stays: ops for which this is true are there although nobody reads their results.
+        stays: tells of an op's target whether the op must stay although nobody reads its results.
+
+    Attributes:
+        module: the captured forward.
     """
 
     def __init__(
@@ -65,12 +68,14 @@ class Frame:
         self._autocast_cache = torch.is_autocast_cache_enabled()
 
     def compiled(self, example_inputs: Sequence[Any], partition: Partition) -> tuple[Callable[..., Any], Exchange]:
-        """Run AOTAutograd; ``partition`` turns the joint graph into forward and backward.
+        """Run AOTAutograd; ``partition`` turns the joint graph into a forward and a backward module.
 
-        What runs can be exchanged for other versions of it.
+        Returns:
+            What runs the graph, differentiable as a single node of autograd's graph, and the exchange by which other
+            versions of the two modules are run in their place.
         """
         exchange = Exchange()
-        waiting = [partition]  # which holds the step's inputs, and torch 2.11 keeps what it is called by
+        waiting = [partition]  # to be let go of: it holds the step's inputs, and torch 2.11 keeps `partitioned`
 
         def partitioned(*args: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
             modules = waiting[0](*args, **kwargs)
@@ -104,13 +109,14 @@ class Frame:
         with self._settings():
             compiled: Callable[..., Any] = backend(self.module, example_inputs)
         waiting.clear()
-        TensorifyState.clear()  # what Dynamo began again for is captured
+        TensorifyState.clear()  # the floats for which Dynamo began again are constants of what is now captured
         return compiled, exchange
 
     def joint(self, layouts: Layouts, read: Callable[..., Any]) -> Any:
-        """What ``read`` makes of the joint graph, as a partition is given it, where gradients lie so; nothing is compiled.
+        """Trace the joint graph for tangents with these layouts, compile nothing, and return what ``read`` makes of it.
 
-        It is for the time of a backward: gradients are enabled, and autocast is as when the frame was captured.
+        ``read`` is called as ``partition_fn`` is. It may be used in a backward: gradients are enabled for it, and
+        autocast is set as when the graph was captured.
         """
         found: list[Any] = []
 
@@ -140,7 +146,7 @@ class Frame:
 
     @contextlib.contextmanager
     def _settings(self) -> Iterator[None]:
-        """What AOTAutograd is told while it traces."""
+        """All that is set or replaced in torch while AOTAutograd traces."""
         settings: dict[str, Any] = {"donated_buffer": False}
         if hasattr(functorch_config, "backward_pass_autocast"):
             # "same_as_forward" gives other bits than eager where the step has a region with autocast off.
@@ -158,12 +164,12 @@ class Frame:
 
 
 class _Traced(BaseException):
-    """The joint graph is there: nothing more is wanted of AOTAutograd."""
+    """Ends AOTAutograd once it has handed over the joint graph."""
 
 
 @contextlib.contextmanager
 def _tangents_lie(layouts: Layouts) -> Iterator[None]:
-    """AOTAutograd traces the backward for gradients that lie so."""
+    """While open, AOTAutograd traces a backward for tangents with these layouts."""
     own = functorch_aot.run_functionalized_fw_and_collect_metadata  # type: ignore[attr-defined]
 
     def collecting(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -188,7 +194,7 @@ def _tangents_lie(layouts: Layouts) -> Iterator[None]:
 
 
 def _with_gradients_alone(backward: torch.fx.GraphModule, summands: int) -> torch.fx.GraphModule:
-    """What AOTAutograd is shown, which counts the outputs (what runs is `Exchange.backward`)."""
+    """A backward without its outputs for summands, for AOTAutograd, which counts them. (`Exchange.backward` is run.)"""
     if not summands:
         return backward
     graph = torch.fx.Graph()
@@ -199,7 +205,7 @@ def _with_gradients_alone(backward: torch.fx.GraphModule, summands: int) -> torc
 
 @contextlib.contextmanager
 def _unread_ops_stay(stays: Callable[[Any], bool]) -> Iterator[None]:
-    """Ops for which this is true are not taken for dead code."""
+    """While open, ops for whose targets ``stays`` is true are not eliminated as dead code."""
     own = torch.fx.Node.is_impure
 
     def is_impure(node: torch.fx.Node, impure_random: bool = True) -> bool:

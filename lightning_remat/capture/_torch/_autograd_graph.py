@@ -1,4 +1,4 @@
-"""Autograd's graph: its nodes and what they have saved, and the backward that runs now, with where its gradients come from.
+"""Autograd's graph: its nodes, what they have saved, and the backward that runs now, with its gradients' sources.
 
 ``BackwardCFunction`` is the node of what AOTAutograd has compiled.
 """
@@ -37,15 +37,21 @@ def on_backward(
     told: Callable[[frozenset[int], dict[int, Given], dict[int, torch.Tensor], Any], None],
     ported: Callable[[], dict[int, torch.Tensor]] = dict,
 ) -> None:
-    """Call ``told`` when a backward begins of what a captured function made; gradients are enabled in it where it is to be
-    differentiated.
+    """Call ``told`` whenever a backward of a captured function's outputs begins.
 
-    It is told the positions of the outputs that the backward does not come through (their gradients are nothing, not zeros),
-    how the gradients of the others lie, by position, those that autograd does not hand over, which ``ported`` gives then, and
-    the node of autograd's graph.
+    Gradients are enabled during that call where the backward is to be differentiated itself.
+
+    Args:
+        inputs: the function's arguments; outputs that come from the same captured node as one of these are left out.
+        outputs: what the function returned.
+        told: given the positions of the outputs that the backward does not come through (their gradients are ``None``,
+            not zeros), shapes and strides of the gradients of the others, by position, the gradients from ``ported``,
+            and the node of autograd's graph.
+        ported: called when the backward begins: gradients that autograd does not hand over, by position (see
+            ``capture._ports``).
     """
     nodes: dict[Any, list[tuple[int, int]]] = {}
-    earlier = {captured_node(value)[0] for value in inputs}  # what is handed out of these comes from elsewhere
+    earlier = {captured_node(value)[0] for value in inputs}  # an output with such a node is an input, handed on
     for position, output in enumerate(outputs):
         node, number = captured_node(output)
         if node is not None and node not in earlier:
@@ -79,7 +85,7 @@ def captured_node(output: Any) -> tuple[Any, int]:
 
 
 def accumulates_into(parameter: torch.Tensor) -> bool:
-    """Whether the backward that runs now adds to the parameter's gradient (``torch.autograd.grad`` does not)."""
+    """Whether the backward that runs now adds to the parameter's ``.grad`` (``torch.autograd.grad`` does not)."""
     if torch.is_grad_enabled():  # it is to be differentiated
         return False
     return is_to_run(torch.autograd.graph.get_gradient_edge(parameter).node)
@@ -109,20 +115,23 @@ def lead_only_to(nodes: Collection[Any], leaves: Iterable[torch.Tensor]) -> bool
 
 
 Sources = Mapping[tuple[Any, int], Collection[Any]]
-"""By the inputs of autograd's nodes, the nodes that hand gradients to them; ``None`` for what the backward was given."""
+"""By edge of autograd's graph (a node and the number of its input): the nodes that pass gradients to it, and ``None``
+where the backward itself was given one.
+"""
 
 
 def sources_of_gradients() -> list[Sources] | None:
-    """Of the backwards that run now, of what each comes from; what they leave out, asked for some gradients alone, is among it.
+    """The sources of gradients in the backwards that run now, in any thread: a mapping for each tensor they start from.
 
-    ``None`` where it is not known, since none was begun from Python.
+    Nodes that a backward leaves out, because it is asked for some gradients alone, are among the sources. ``None``
+    where no backward was begun from Python, so that it is not known.
     """
     begun = [one for frame in sys._current_frames().values() for one in _begun(frame)]
     return [_sources(one) for one in begun] or None
 
 
 def _begun(frame: types.FrameType | None) -> Iterator[Any]:
-    """What the backwards come from that a thread is in."""
+    """The tensors (or edges) from which the backwards start that a thread is in."""
     code = inspect.unwrap(_engine_run_backward).__code__
     while frame is not None:
         if frame.f_code is code:
@@ -131,8 +140,8 @@ def _begun(frame: types.FrameType | None) -> Iterator[Any]:
 
 
 _SOURCES: MutableMapping[torch.Tensor, tuple[Any, Sources]] = WeakTensorKeyDictionary()
-"""Of tensors that a backward has come from: what they were computed by, and its sources. (Kept no longer than they are, with
-all that they were computed by.)
+"""By tensor from which a backward has started: the node that computed it, and the sources. (An entry lives as long as
+its tensor, and keeps the tensor's graph alive.)
 """
 
 
@@ -158,7 +167,7 @@ def _sources(root: Any) -> Sources:
 
 
 def keep_saved(node: Any) -> None:
-    """What a node of a captured function has saved outlives its first backward, so that a second one may come through it."""
+    """Keep what a captured function's node has saved beyond its first backward, for a second one to come through it."""
     type(node).saved_tensors = property(lambda own: vars(own).get(_KEPT) or _saved_tensors(own))
     setattr(node, _KEPT, _saved_tensors(node))
 

@@ -1,7 +1,4 @@
-"""What ``torch.compile`` makes of functions and modules, and writes on them: by it what the user has compiled is left alone.
-
-See ``capture._compiled``.
-"""
+"""Marks that ``torch.compile`` leaves on functions and modules, by which ``capture._compiled`` recognizes them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Ops stay whole in a traced graph: AOTAutograd's unasked decompositions of them are taken away.
+"""Ops stay whole in a traced graph: torch's unasked decompositions of them are taken away meanwhile.
 
-It decomposes some ops (``upsample_bilinear2d``, ``dropout``, ``lstm``), by their ``py_kernels``, although no decompositions
-are asked for; the decomposed op has other bits and another speed than eager. They are kept whole, cuDNN's batch norm as
-``_batch_norm_with_update`` (see `calls_cudnn`).
+AOTAutograd decomposes some ops (``upsample_bilinear2d``, ``lstm``), by their ``py_kernels``, although no decompositions
+of them are asked for; the decomposed op has other bits and another speed than eager's. They are kept whole, cuDNN's
+batch norm as ``_batch_norm_with_update`` (see `calls_cudnn`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KEEP_DECOMPOSED = (
     "broadcast_tensors",
 )
 
-# The same in Python as in torch's C++, which reads sizes as numbers.
+# With symbolic sizes these stay decomposed too: torch's C++ does the same as its Python, but reads sizes as numbers.
 _KEEP_FOR_SYMBOLS = ("matmul",)
 
 _COMPOSITE_KEYS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
@@ -47,7 +47,7 @@ def _unasked_decompositions(symbolic: bool) -> list[OpOverload]:
 
 
 def _upsample(op: OpOverload, x: torch.Tensor, output_size: Any, *others: Any, **named: Any) -> torch.Tensor:
-    """What torch's own kernel does for the overloads that take ``scale_factors``, which refuses symbolic sizes."""
+    """An overload that takes ``scale_factors``, as torch's own kernel computes it, which refuses symbolic sizes."""
     arguments = [*others, *named.values()]  # in the schema's order
     factors: list[float] | None = arguments.pop()
     scales: Sequence[float | None] = factors or [None] * (x.dim() - 2)
@@ -87,16 +87,20 @@ def _cudnn_batch_norm(
 
 
 def _lstm_layer(op: OpOverload, *args: Any) -> Any:
-    """A layer of an LSTM of oneDNN, traced: whether gradients are enabled stands in ``train``.
+    """A layer of oneDNN's LSTM, traced: its argument ``train`` notes whether gradients are enabled.
 
-    By that the kernel chooses among two of other bits, and ``train`` it does not read.
+    By whether they are, the kernel chooses between two ways with other bits; ``train`` it does not read.
     """
     return op._op_dk(DispatchKey.Autograd, *args[:-1], torch.is_grad_enabled())
 
 
 @contextlib.contextmanager
 def whole_ops(symbolic: bool = False) -> Iterator[None]:
-    """Trace the ops that eager runs: take AOTAutograd's unasked Python decompositions away, and put them back."""
+    """While open, the ops that eager runs are traced: torch's unasked Python decompositions are taken away.
+
+    Args:
+        symbolic: whether sizes are symbols.
+    """
     import torch._decomp  # registers them
     import torch._refs
 
@@ -129,5 +133,5 @@ def whole_ops(symbolic: bool = False) -> Iterator[None]:
 
 
 def calls_cudnn(x: torch.Tensor) -> bool:
-    """Whether ``_batch_norm_with_update`` of such a tensor was traced for cuDNN's batch norm: there is one on the device."""
+    """Whether ``_batch_norm_with_update`` of such a tensor was traced for cuDNN's batch norm: its device has that."""
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::cudnn_batch_norm", x.device.type.upper())

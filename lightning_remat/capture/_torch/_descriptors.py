@@ -1,7 +1,8 @@
 """AOTAutograd's descriptions of what its joint graph takes, computes and returns.
 
 * Its descriptors of inputs and outputs: which argument a primal or a gradient belongs to (it makes one primal of arguments that
-  share memory, several of a tensor subclass, and puts others first), which output a tangent, and what is written back.
+  share memory and several of a tensor subclass, and has them in an order of its own), which output a tangent belongs
+  to, and which outputs are new values of inputs.
 * ``partitioner_tag``, its note on each node, by which those of the backward are known.
 """
 
@@ -30,11 +31,12 @@ def runs_in_forward(node: torch.fx.Node) -> bool:
 
 
 def output_of_tangent(node: torch.fx.Node) -> int | None:
-    """The position among a captured function's outputs of the one whose gradient a tangent is; ``None`` for others."""
+    """The position, among a captured function's outputs, of that whose gradient a tangent is; ``None`` for others."""
     return output_of(node.meta.get("desc"))
 
 
 def output_of(description: Any) -> int | None:
+    """The same by the tangent's descriptor."""
     output = getattr(description, "output", None)
     if isinstance(output, IntermediateBaseAOTOutput):  # of several outputs that are views of one tensor
         output = output.base_of

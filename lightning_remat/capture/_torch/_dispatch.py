@@ -1,7 +1,8 @@
-"""One call of an op as eager mode makes it: on a device's kernel, below autograd, or observed.
+"""Single calls of ops: by the CPU's kernel with given memory, below autograd, or observed as eager mode makes them.
 
-* ``TorchDispatchMode`` and an op's kernel for one device: a kernel's result on memory that is given to it; and what eager mode
-  runs, op by op, with the number of each in autograd's graph: by it an op of a backward is known to be that of a forward.
+* ``TorchDispatchMode`` and ``OpOverload.redispatch``: a kernel writes its result to memory that is given to it.
+* ``TorchDispatchMode`` and sequence numbers: what eager mode runs, op by op, with the number of each in autograd's
+  graph, by which an op of a backward is known to belong to one of the forward.
 * ``_AutoDispatchBelowAutograd``: oneDNN's LSTM asks whether gradients are enabled (see ``_decompositions``).
 """
 
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class _GivenMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While a kernel runs: whatever it allocates in the likeness of ``like`` is one and the same tensor.
+    """While a kernel runs: every ``empty_like`` of the tensor ``like`` that it calls gives one and the same tensor.
 
     Attributes:
         memory: that tensor: the one given, or else the first that is allocated.
@@ -44,15 +45,20 @@ _CPU = DispatchKeySet(DispatchKey.CPU)
 
 
 def run_on_cpu(op: OpOverload, args: tuple[Any, ...], *, like: torch.Tensor, memory: torch.Tensor | None) -> Any:
-    """Call an op's kernel for the CPU. All that it allocates in the likeness of ``like`` is ``memory``, where that is given,
-    and one tensor in any case.
+    """Call an op's kernel for the CPU, and give it memory for what it allocates by ``empty_like`` of one argument.
+
+    Args:
+        op: the op.
+        args: its arguments.
+        like: that argument.
+        memory: what each such allocation gives; ``None``: what the first one gives.
     """
     with _GivenMemory(like, memory):
         return op.redispatch(_CPU, *args)
 
 
 def run_below_autograd(op: OpOverload, *args: Any, gradients: bool) -> Any:
-    """Call an op whose kernel asks whether gradients are enabled; autograd does not see it in any case."""
+    """Call an op whose kernel asks whether gradients are enabled: ``gradients`` says so. Autograd records nothing."""
     with torch._C._AutoDispatchBelowAutograd(), torch.set_grad_enabled(gradients):
         return op(*args)
 
@@ -64,6 +70,8 @@ it: runs it, and returns its result.
 
 
 class _ObservedOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs each op through ``observe``."""
+
     def __init__(self, observe: ObserveOp) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._observe = observe
@@ -77,5 +85,5 @@ class _ObservedOps(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def observed_ops(observe: ObserveOp) -> contextlib.AbstractContextManager[Any]:
-    """Every op that eager mode runs meanwhile, forward or backward, is run through ``observe``."""
+    """While open, every op that eager mode runs, forward or backward, is run through ``observe``."""
     return _ObservedOps(observe)

@@ -1,4 +1,4 @@
-"""Where processes that train together leave notes for each other."""
+"""The key-value store of processes that train together."""
 
 from __future__ import annotations
 

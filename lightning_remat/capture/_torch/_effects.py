@@ -10,7 +10,7 @@ WITH_EFFECTS, PRINT, *_others = (
     getattr(torch.ops.higher_order, name, None)
     for name in ("with_effects", "print", "auto_functionalized", "auto_functionalized_v2")
 )
-"""An op that is called between tokens, and one that prints (since torch 2.12)."""
+"""The higher-order ops that call an op between effect tokens, and that print (since torch 2.12; ``None`` before)."""
 
 FUNCTIONALIZED = tuple(op for op in _others if op is not None)
-"""An operator that overwrites its arguments, called on copies, which are returned."""
+"""The higher-order ops that call an operator, which overwrites its arguments, on copies of them, and return these."""

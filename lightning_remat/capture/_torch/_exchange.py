@@ -1,8 +1,8 @@
 """What AOTAutograd runs for a captured graph, exchanged for other versions of it.
 
-* ``TracingContext``'s metadata: AOTAutograd's notes on what a forward saves, which hold for its first version only, and on how
-  gradients lie that a backward is handed (see `Exchange`).
-* ``MemoryFormatMeta``, ``PlainTensorMeta``: its note on each gradient.
+* ``TracingContext``'s metadata: AOTAutograd's notes on what a forward saves, which hold for its first version only, and
+  on the layouts of tangents (see `Exchange`).
+* ``MemoryFormatMeta``, ``PlainTensorMeta``: its note on each tangent.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _Version = tuple[Runner, Runner, torch.Tensor]
 
 
 class _Outputs(tuple[Any, ...]):
-    """What a version's forward returns, said to be as long as ``told``: all of it is there for who iterates or takes slices.
+    """What a version's forward returns, whose ``len`` is ``told``; iteration and slices give all of it.
 
     Attributes:
-        told: how many AOTAutograd was told, when it compiled the first version.
+        told: how many outputs the first version has: AOTAutograd goes by that.
     """
 
     told: int
@@ -38,7 +38,7 @@ class _Outputs(tuple[Any, ...]):
 
 
 def _names(modules: Modules) -> tuple[str, ...]:
-    """Of what a forward hands over to its backward, in order."""
+    """Names of what a forward hands over to its backward, in order."""
     outputs: Any = modules.forward.graph.output_node().args[0]
     return tuple(str(one) for one in outputs[modules.returned :])
 
@@ -46,27 +46,28 @@ def _names(modules: Modules) -> tuple[str, ...]:
 class Exchange:
     """What AOTAutograd runs for one captured graph: one of several versions of it, each a forward and its backward.
 
-    AOTAutograd asks how many outputs and sizes a forward has, but not how many tensors it saves, so that versions may save
-    different ones. (It would note which of the first version's have symbolic sizes: it is not told what they are. Since torch
-    2.14 it notes which of them are inputs, not to make aliases of these: it is told that none are, as before. And where there
-    are tensor subclasses, torch 2.14 counts a forward's own outputs by what is left beside the first version's: see
-    `_Outputs`.) Each forward saves its version's number too, and the backward is that of the forward that saved for it,
-    however many calls wait for theirs. One thread at a time may call it.
+    AOTAutograd fixes how many outputs and sizes a forward returns, but not how many tensors it saves, so that versions
+    may save different ones. Three of its notes on the first version's saved tensors must not bind the others: which of
+    them have symbolic sizes (their ``meta["val"]`` is taken away), since torch 2.14 which are inputs, so that no
+    aliases are made of these (it is told that none are, as before), and, in torch 2.14 with tensor subclasses, how many
+    they are (see `_Outputs`). Each forward also saves its version's number, by which its backward is found, however
+    many calls wait for theirs. One thread at a time may call it.
 
     Of versions that can be made again, those that ran last are kept (`MOST_VERSIONS`); one that is gone is made again when it
     is to run, or when the backward of one of its forwards begins.
 
     Attributes:
         current: the version that the next forward runs.
-        dropped: positions of gradients that the next backward does not hand over.
-        unread: the tangents (targets of placeholders) that the next backward is not given, but zeros for.
+        dropped: positions of gradients for which the next backward returns ``None``.
+        unread: the tangents (targets of placeholders) that are absent in the next backward: autograd gives zeros for
+            them.
         without: makes a backward with such tangents left out.
         summands: see `Modules`.
-        opens: whether the sums of the next backward are taken apart.
+        opens: whether the sums of the next backward are taken apart (see ``capture._sums``).
         opened: makes a backward that does so.
-        summed: what that hands out: by the position of a gradient, those of its other summands.
-        taken: is given these by the next backward.
-        ported: tangents of the next backward that autograd has handed over zeros for, by their positions among its arguments,
+        summed: what that returns: by the position of a gradient, the positions of its other summands.
+        taken: called by the next backward with the summands that it returns beyond its gradients.
+        ported: tangents of the next backward that autograd gives zeros for, by their positions among its arguments,
             counted from the end (see ``capture._ports``).
         done: called when the next backward has run.
         observe: where it is set, every op is run through it (slow).
@@ -91,12 +92,16 @@ class Exchange:
         self._returned = self._sizes = self._told = -1
         self._most_saved = 0
         self._inputs_saved: list[bool] = []
-        self._tangents: list[Any] = []  # AOTAutograd's notes on them, and what they say at first of how they lie
+        self._tangents: list[Any] = []  # AOTAutograd's notes on them, and the layouts that these say at first
         self._expected: list[Any] = []
         self._arrival: Arrival = frozenset()
 
     def add(self, modules: Modules, again: Callable[[], Modules] | None = None) -> int:
-        """One more version; returns its number. ``again`` makes its modules once more: the same ones."""
+        """Add a version, and return its number. ``again`` makes the same modules once more.
+
+        Raises:
+            ValueError: where its forward has other numbers of outputs or sizes than the first version's.
+        """
         if self._added and (modules.returned, modules.sizes) != (self._returned, self._sizes):
             raise ValueError(
                 f"{modules.returned} outputs and {modules.sizes} sizes are no version of {self._returned} and {self._sizes}"
@@ -126,7 +131,11 @@ class Exchange:
         return version
 
     def _version(self, number: int) -> _Version:
-        """One that is kept, or made again."""
+        """A version that is kept, or made again.
+
+        Raises:
+            RuntimeError: where it is made again and saves something else.
+        """
         if number in self._versions:
             found = self._versions[number] = self._versions.pop(number)
             return found
@@ -139,10 +148,10 @@ class Exchange:
         return self._put(number, modules)
 
     def noted_by(self, metadata: Any) -> None:
-        """What AOTAutograd will ask at run time of the first version is to hold for all versions."""
+        """Change AOTAutograd's notes on the first version, which it reads at run time, so that they hold for all."""
         self._inputs_saved = getattr(metadata, "saved_tensor_is_graph_input", [])
         self._note_inputs()
-        metadata.bw_donated_idxs = []  # whether a backward may write over what was saved is asked when it runs, and not then
+        metadata.bw_donated_idxs = []  # no saved tensor is marked for the backward to write over
         if all(isinstance(note, PlainTensorMeta) for note in metadata.subclass_tangent_meta):
             self._tangents = list(metadata.subclass_tangent_meta)
             self._expected = [note.memory_format for note in self._tangents]
@@ -151,9 +160,11 @@ class Exchange:
         self._inputs_saved[:] = [False] * self._most_saved
 
     def expect(self, tangents: Sequence[Given | None]) -> bool:
-        """How the tangents of the next backward lie: AOTAutograd hands them on as they are; returns whether it will.
+        """Have AOTAutograd hand on the tangents of the next backward as they come; returns whether it will.
 
-        Where there is ``None``, it lays them out as it has traced them.
+        Args:
+            tangents: their shapes and strides, in order; one with ``None`` is copied to the layout that it was traced
+                with.
         """
         if len(tangents) != len(self._tangents):
             return False
@@ -165,17 +176,23 @@ class Exchange:
         return True
 
     def knows(self, number: int, arrival: Arrival) -> bool:
-        """Whether a version has a backward for tangents that lie so."""
+        """Whether a version has a backward for tangents with these layouts."""
         return arrival in self._version(number)[1].laid_out
 
     def arrive(self, number: int, arrival: Arrival, backward: torch.fx.GraphModule | None = None) -> None:
-        """The tangents of the next backward, a version's, lie so; ``backward`` is made for that, where none is known yet."""
+        """Say which layouts the tangents of the next backward have, one of this version.
+
+        Args:
+            number: the version.
+            arrival: the layouts.
+            backward: made for them; needed where the version does not know one (`knows`).
+        """
         self._arrival = arrival
         if backward is not None:
             self._version(number)[1].laid_out[arrival] = Runner(backward)
 
     def forward(self, args: list[Any]) -> tuple[Any, ...]:
-        """The current version's forward."""
+        """Run the current version's forward."""
         run, _, number = self._version(self.current)
         outputs = run(args, self.observe)
         given = _Outputs((*outputs[: self._returned], number, *outputs[self._returned :]))
@@ -183,7 +200,7 @@ class Exchange:
         return given
 
     def backward(self, args: list[Any]) -> Any:
-        """The backward of the forward that saved ``args``."""
+        """Run the backward of the version whose forward saved ``args``."""
         number = int(args.pop(self._sizes))
         dropped, self.dropped = self.dropped, frozenset()
         ported, self.ported = self.ported, {}
@@ -206,7 +223,7 @@ class Exchange:
         return found[: len(found) - summands]
 
     def _backward(self, number: int) -> Runner:
-        """The next backward of a version."""
+        """What runs the next backward of a version."""
         unread, self.unread = self.unread, frozenset()
         arrival, self._arrival = self._arrival, frozenset()
         run = self._version(number)[1]

@@ -3,7 +3,7 @@
 * ``FakeTensor``, ``_disable_current_modes``: planning runs real operations in the middle of fake tracing, and a network larger
   than the memory is captured as a fake one.
 * ``FakeTensorMode._dispatch_impl``: some fake results have other strides than the real ones (see ``capture._layouts``).
-* ``FunctionalTensorMode.__torch_dispatch__``: where an op in place is about to become one that is not (see `spaced_results`).
+* ``FunctionalTensorMode.__torch_dispatch__``: where functionalization replaces an op in place (see `spaced_results`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lightning_remat.capture._torch._loggers import silent_loggers
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
     """Tensors made inside have shapes, types and devices, and no memory: a network of any size can be captured."""
-    with silent_loggers(), FakeTensorMode(allow_non_fake_inputs=True):  # an op that raises says so itself
+    with silent_loggers(), FakeTensorMode(allow_non_fake_inputs=True):  # an op's error is raised, not logged
         yield
 
 
 def with_fakes(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], like: torch.Tensor) -> Any:
-    """What a call returns for tensors of which there is no memory, those of the fake tensor ``like``'s own mode."""
+    """What a call returns for fake tensors in the place of real ones, in the mode of ``like`` where that is fake."""
     mode = like.fake_mode if isinstance(like, FakeTensor) else FakeTensorMode()
     fakes = tree_map_only(
         torch.Tensor, lambda x: x if isinstance(x, FakeTensor) else mode.from_tensor(x), (args, kwargs)
@@ -76,7 +76,7 @@ def real_layouts() -> Iterator[None]:
 def _fake_batch_norm(dispatch: Callable[..., Any], mode: Any, types: Any, args: Any) -> tuple[Any, ...]:
     """The native batch norm's fake results, and between them cuDNN's reserve space, which torch would ask the device for.
 
-    Its size is not known without: it is taken to be 0 bytes, as torch does for ``cudnn_batch_norm``.
+    Without the device its size is not known: it is taken to be 0 bytes, as torch does for ``cudnn_batch_norm``.
     """
     *given, momentum, eps = args
     native = torch.ops.aten._native_batch_norm_legit_functional.default
@@ -88,7 +88,7 @@ def _fake_batch_norm(dispatch: Callable[..., Any], mode: Any, types: Any, args: 
 
 @contextlib.contextmanager
 def grouped_products() -> Iterator[None]:
-    """Trace products of experts (``_grouped_mm``) in any type: torch's fake one is for bfloat16 alone, the real one is not."""
+    """Trace ``_grouped_mm`` (experts' products) in any dtype, as its kernel runs; the fake one takes bfloat16 alone."""
     original: Any = FakeTensorMode._dispatch_impl
 
     def dispatch(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -117,11 +117,12 @@ def grouped_products() -> Iterator[None]:
 
 @contextlib.contextmanager
 def spaced_results() -> Iterator[None]:
-    """Trace what eager computes in place on a part of a wider tensor, which is not known as a view of it, with gaps.
+    """Trace what eager computes in place on rows of a wider tensor with gaps between the rows of its result.
 
-    ``unsafe_chunk``, as ``nn.GRUCell`` uses it, gives such parts. The traced op is not in place, and its fake result would be
-    dense; eager's kernels go from row to row, and compute the last elements of each, which do not fill a vector of the
-    processor, in another way. With gaps between its rows, however small, the result is computed and read as eager's is.
+    It is for parts that are not known as views of the wider tensor: ``unsafe_chunk``, as ``nn.GRUCell`` uses it, gives
+    such. The traced op is not in place, and its fake result would be dense; eager's kernels go from row to row, and
+    compute the last elements of each, which do not fill a vector of the processor, in another way. With gaps between
+    its rows, however small, the result is computed and read as eager's is.
     """
     functional: Any = FunctionalTensorMode.__torch_dispatch__
     dispatch: Any = FakeTensorMode.dispatch

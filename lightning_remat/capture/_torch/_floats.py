@@ -1,8 +1,9 @@
-"""Python floats that change from call to call: inputs of a captured graph, that round and print as Python's do.
+"""Python floats that change from call to call become inputs of a captured graph, and round and print as Python's do.
 
 * ``VariableBuilder.wrap_symfloat``: Dynamo makes an input of a Python float only where all sizes are symbols too, with no way
-  to ask for one (see `VaryingFloats`). AOTAutograd would make tensors of such floats, which round otherwise: that is left out
-  (``TENSORIFY_PYTHON_SCALARS``). ``TensorifyState`` tells Dynamo to begin again with a float as a constant.
+  to ask for a single one (see `VaryingFloats`). AOTAutograd would make tensors of such floats, which round otherwise:
+  that is left out (``TENSORIFY_PYTHON_SCALARS``). ``TensorifyState`` tells Dynamo to begin again with a float as a
+  constant.
 * ``SymNode`` simplifies what Python rounds at each operation, and ``_format_value`` forgets a float's format: both are
   corrected.
 """
@@ -42,8 +43,8 @@ from lightning_remat.capture._torch._symbols import expression, free_symbols, sy
 class VaryingFloats:
     """The Python floats that a function reads and that change from call to call: one graph holds for all of their values.
 
-    A float is one of them where it was seen to change, and from the first where what Dynamo left alone has just returned it
-    (``np.random.beta``).
+    A float is one of them once it was seen to change, and from the first call on where it is the result of a call at
+    which the graph breaks (``np.random.beta``).
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class VaryingFloats:
 
     @contextlib.contextmanager
     def symbolic(self) -> Iterator[None]:
-        """Meanwhile Dynamo makes inputs of them."""
+        """While Dynamo traces: these floats become inputs of the graph."""
         own = VariableBuilder.wrap_symfloat
 
         def wrap(builder: VariableBuilder, value: float) -> VariableTracker:
@@ -69,7 +70,7 @@ class VaryingFloats:
 
 
 _RETURNED = re.compile(r"L\['___stack\d+'\](\[[^\]]*\])*")
-"""What a call has returned that the graph breaks at, and items of it."""
+"""Dynamo's name for what a call has returned at which the graph breaks, and for items of that."""
 
 _ROUNDED = {"add": "+", "sub": "-", "mul": "*"}
 
@@ -88,7 +89,14 @@ def _rounding_as_python_does() -> Iterator[None]:
 
 
 def _rounded(left: Any, own: Callable[[Any, Any], Any], sign: str, right: Any) -> Any:
-    """A result of Python's float arithmetic, as a symbol of its own: guards compute it as the step does."""
+    """A result of Python's float arithmetic, as a symbol of its own: its source is an expression, which guards compute.
+
+    Args:
+        left: the left operand.
+        own: ``SymNode``'s own method for it.
+        sign: Python's operator.
+        right: the right operand.
+    """
     found = own(left, right)
     expression = found.expr
     environment = found.shape_env
@@ -107,7 +115,7 @@ def _rounded(left: Any, own: Callable[[Any, Any], Any], sign: str, right: Any) -
 
 
 def _words(number: Any) -> str:
-    """A symbolic number in Python, as guards write it."""
+    """A symbolic number as a Python expression, as guards write it."""
     sources = number.shape_env.var_to_sources
     return str(ShapeGuardPythonPrinter(sources, source_name, sources).doprint(number.expr))
 
@@ -116,7 +124,7 @@ def _words(number: Any) -> str:
 def _formatting_as_python_does() -> Iterator[None]:
     """A symbolic float in an f-string is formatted when the step runs (Dynamo forgets the format)."""
     own = InstructionTranslatorBase._format_value
-    typed = "python_type" in vars(StringFormatVariable)  # not in torch 2.11: who asks for it breaks the graph
+    typed = "python_type" in vars(StringFormatVariable)  # not in torch 2.11, which breaks the graph for it
     make: Callable[..., VariableTracker] = StringFormatVariable.create
     asks_for_translator = "tx" in inspect.signature(make).parameters  # since torch 2.15
 
@@ -141,7 +149,7 @@ def _formatting_as_python_does() -> Iterator[None]:
 
 
 def _float_symbols(graph_module: torch.fx.GraphModule) -> list[str]:
-    """The names of the symbols of Python floats that a graph of Dynamo's is given."""
+    """The names of the symbols for Python floats among the inputs of a graph of Dynamo's."""
     examples = (node.meta.get("example_value") for node in graph_module.graph.find_nodes(op="placeholder"))
     numbers = (getattr(example, "item_memo", None) for example in examples if isinstance(example, FakeTensor))
     return [symbolic_node(number)._expr.name for number in numbers if isinstance(number, torch.SymFloat)]
@@ -159,7 +167,7 @@ def floats_as_constants(graph_module: torch.fx.GraphModule) -> None:
     """While Dynamo's backend runs: have the frame captured once more with its Python floats as constants, if it has any left.
 
     Raises:
-        BaseException: that tells Dynamo so; it must get there.
+        TensorifyScalarRestartAnalysis: in that case; Dynamo must get it.
     """
     names = [name for name in _float_symbols(graph_module) if not TensorifyState.should_specialize(name)]
     for name in names:

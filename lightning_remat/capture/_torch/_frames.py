@@ -1,8 +1,9 @@
-"""Frames that Dynamo captures: when it is asked to, what became of them, and what of a function they are.
+"""Frames that Dynamo captures: how they are captured, which part of a function they are, and why capturing failed.
 
-* ``_dynamo.optimize``, ``compile_lock``: all that is set or replaced in torch is so only while Dynamo has a frame of ours to
-  capture, and its lock is held: neither a step that runs nor what another thread captures sees any of it.
-* ``ConvertFrameReturn``: a frame that is captured over and over is left alone, and only by this library (see `compile_frame`).
+* ``_dynamo.optimize``, ``compile_lock``: what is set or replaced in torch is so only while Dynamo captures a frame of a
+  planned function, and its lock is held: neither a step that runs nor what another thread captures sees any of it.
+* ``ConvertFrameReturn``: a frame that is captured over and over is skipped, for this library alone (see
+  `compile_frame`).
 * ``maybe_mark_dynamic``, ``get_compilation_metrics``: sizes that are to be symbols, and why a frame was captured anew.
 """
 
@@ -32,10 +33,15 @@ def compile_frame(
     left: Container[types.CodeType] = (),
     symbolic: bool = False,
 ) -> Callable[..., Any]:
-    """``function`` captured by Dynamo: one graph a shape, or with symbols for the sizes that vary (see `varying`).
+    """``function`` captured by Dynamo: for each set of shapes, or with symbols for the sizes that vary (see `varying`).
 
-    What ``around`` gives (asked with the frame's code) is open while a frame is captured, planned and lowered, and at no other
-    time (see `tracing`). Frames whose code is in ``left`` when they are met are not captured (any more), nor what they call.
+    Args:
+        function: the function.
+        backend: given each graph and its example inputs; returns what runs it.
+        around: gives a context, by the frame's code, that is open while a frame is captured, planned and lowered, and
+            at no other time (see `tracing`).
+        left: code of frames that are not captured (any more), nor what they call; asked when a frame is met.
+        symbolic: whether sizes may be symbols.
     """
     context: Any = torch._dynamo.optimize(backend=backend, dynamic=None if symbolic else False)
     context.callback = _Capture(context.callback, around, left)
@@ -48,7 +54,7 @@ class _Capture:
 
     def __init__(self, capture: Any, around: Around, left: Container[types.CodeType]) -> None:
         self._torchdynamo_orig_backend = (
-            capture  # as Dynamo's own such wrappers name it: by it captured code is told apart
+            capture  # Dynamo's own wrappers have this name for it: it tells captured code apart by what it finds there
         )
         self._around = around
         self._left = left
@@ -64,7 +70,7 @@ class _Capture:
 
 @contextlib.contextmanager
 def varying(dims: Iterable[tuple[torch.Tensor, Iterable[int]]]) -> Iterator[None]:
-    """Ask Dynamo for symbols for these sizes of inputs."""
+    """While open, Dynamo is asked to make symbols of the sizes of these dimensions, of tensors among its inputs."""
     before = []
     for tensor, its_dims in dims:
         before.append((tensor, dict(vars(tensor))))
@@ -72,14 +78,17 @@ def varying(dims: Iterable[tuple[torch.Tensor, Iterable[int]]]) -> Iterator[None
             torch._dynamo.maybe_mark_dynamic(tensor, dim)
     try:
         yield
-    finally:  # Dynamo also looks at whether there are marks at all
+    finally:  # not only the marks' values: Dynamo also looks at whether there are any
         for tensor, attributes in before:
             vars(tensor).clear()
             vars(tensor).update(attributes)
 
 
 def is_whole_function(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    """Whether no other graph of the same call leads to or from a captured one, as far as can be told while it is captured."""
+    """Whether a captured graph is its call's only one, as far as can be told while it is captured.
+
+    That is where no graph break ends it, and no input has been computed with gradients.
+    """
     reason = getattr(module, "compile_subgraph_reason", None)
     whole = reason is not None and not reason.graph_break
     return whole and not any(isinstance(value, torch.Tensor) and value.grad_fn is not None for value in inputs)
@@ -88,15 +97,15 @@ def is_whole_function(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> bo
 def ends_function(module: torch.fx.GraphModule, code: types.CodeType | None, function: Callable[..., Any]) -> bool:
     """Whether nothing of a function follows after a graph that Dynamo has found in a frame of this code.
 
-    What Dynamo goes on with after a break begins on the same line as the function. A frame of another function is one that
-    was called by something that Dynamo has left alone.
+    The function in which Dynamo goes on after a graph break has the same first line. A frame of another function is one
+    that was called by something that Dynamo has left alone.
     """
     reason = getattr(module, "compile_subgraph_reason", None)
     return reason is not None and not reason.graph_break and code is not None and is_code_of(code, function)
 
 
 def is_code_of(code: types.CodeType, function: Callable[..., Any]) -> bool:
-    """Whether a frame of this code is the function, or what Dynamo goes on with after a break in it."""
+    """Whether a frame of this code is the function, or the one in which Dynamo goes on after a graph break in it."""
     plain = type(function).forward if isinstance(function, torch.nn.Module) else function
     own = getattr(getattr(plain, "__func__", plain), "__code__", None)
     return own is not None and (code.co_filename, code.co_firstlineno) == (own.co_filename, own.co_firstlineno)

@@ -1,7 +1,7 @@
-"""Where Dynamo finds what a step is given (its sources), and its guards on that: what is asked of it again in every step.
+"""Dynamo's sources (where it finds what a step is given), and its guards on them, which are checked before each step.
 
-``_get_closure_vars`` are the names that its guards use, to find in the next call what one of its sources names (see
-``capture._early``).
+``_get_closure_vars`` gives the names that guards use; by them the value that a source names is found in a later call
+(see ``capture._early``).
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ from lightning_remat.capture._torch._symbols import symbolic_node
 
 
 def source_name(source: Source) -> str:
-    """Where something given to the step is found, in Dynamo's words; see `found_at`."""
+    """A source as the expression by which Dynamo finds its value among a function's arguments (see `found_at`)."""
     name: Any = source.name  # a method in torch 2.11
     return str(name() if callable(name) else name)
 
 
 def given(node: torch.fx.Node) -> tuple[Source, Callable[[torch.Tensor], Any]] | None:
-    """While Dynamo traces: the tensor given to the step that a node is, or is a size of, and how it comes from that."""
+    """While Dynamo traces: the tensor given to the step that a node is, or is a size of.
+
+    Returns:
+        The tensor's source, and a function that gives the node's value of the tensor; ``None`` for any other node.
+    """
     argument, example = node.meta.get("grapharg"), node.meta.get("example_value")
     if isinstance(example, torch.SymInt):
         size = symbolic_node(example)
@@ -47,7 +51,7 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def given_now(graph: torch.fx.Graph, source: Source) -> torch.Tensor | None:
-    """While Dynamo traces: the real tensor there; ``None`` where its graph does not have it."""
+    """While Dynamo traces: the real tensor that a source names; ``None`` where it is no input of the graph."""
     for node in graph.find_nodes(op="placeholder"):
         argument = node.meta.get("grapharg")
         if argument is not None and argument.source == source and isinstance(argument.example, torch.Tensor):
@@ -56,7 +60,14 @@ def given_now(graph: torch.fx.Graph, source: Source) -> torch.Tensor | None:
 
 
 def guard_on(source: Source, question: Callable[[Any], bool], answer: bool, words: str) -> None:
-    """While Dynamo traces: what is captured holds as long as the value given there has this answer."""
+    """While Dynamo traces: guard on ``question(value)`` being ``answer``, for the value that a source names.
+
+    Args:
+        source: of the value.
+        question: asked of the value before each step, without gradients.
+        answer: the one for which the captured code holds.
+        words: the guard in words, for people.
+    """
 
     def VALUE_MATCH(builder: Any, guard: Any) -> None:  # noqa: N802 - Dynamo's guards are named so
         def check(value: Any) -> bool:
@@ -69,7 +80,7 @@ def guard_on(source: Source, question: Callable[[Any], bool], answer: bool, word
 
 
 class _Asking:
-    """Which of some parameters ask for gradients; those that are gone do not."""
+    """Which of some parameters have ``requires_grad`` set; those that are gone have not."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
@@ -81,10 +92,10 @@ class _Asking:
 
 
 def guard_on_gradients(inputs: Sequence[Any]) -> None:
-    """While Dynamo's backend runs: what is captured holds as long as the same parameters ask for gradients.
+    """While Dynamo's backend runs: guard on ``requires_grad`` of the parameters among ``inputs``.
 
-    torch 2.11 does not look, and goes on with the graph in which a parameter was frozen: it would never be trained. (2.12 was
-    not tried.)
+    torch 2.11 has no such guard, and goes on with the graph in which a parameter was frozen: it would never be trained.
+    (2.12 is taken to be alike; later releases need nothing.)
     """
     parameters = [value for value in inputs if isinstance(value, torch.nn.Parameter)]
     if parameters and torch.__version__.startswith(("2.11.", "2.12.")):
@@ -95,10 +106,15 @@ def guard_on_gradients(inputs: Sequence[Any]) -> None:
 
 
 def found_at(place: str, arguments: Mapping[str, Any]) -> Any:
-    """What is found there among a function's arguments.
+    """The value that a source names, among a function's arguments.
+
+    Args:
+        place: the source's name (see `source_name`).
+        arguments: of a call, by name.
 
     Raises:
-        NameError: for what is no argument's.
+        NameError: for a source that is no argument's, such as a global. (An argument, attribute or item that is missing
+            raises as in Python.)
     """
     return eval(
         place, dict(_get_closure_vars()), {"L": arguments}
@@ -106,5 +122,5 @@ def found_at(place: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def absent(source: Source, name: str) -> None:
-    """While Dynamo traces: what is captured holds as long as the object given there has no such attribute of its own."""
+    """While Dynamo traces: guard on an object, named by its source, having no such attribute in its ``__dict__``."""
     install_guard(source.make_guard(functools.partial(GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=name)))

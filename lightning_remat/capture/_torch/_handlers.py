@@ -1,8 +1,8 @@
 """Dynamo's handlers of torch's functions (``TorchInGraphFunctionVariable._get_handlers``), replaced where eager does otherwise.
 
-They are its own decomposition of ``addcdiv`` (see ``_decompositions`` for AOTAutograd's), its answers to code that asks whether
-it is compiled, recurrent layers, which are traced where that gives eager's bits, and left alone where it does not, and
-assertions.
+They are those for ``addcdiv``, which Dynamo decomposes (see ``_decompositions`` for what AOTAutograd does), for
+questions whether code is compiled, for recurrent layers, which are traced where that gives eager's bits and left alone
+elsewhere, and for assertions.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from lightning_remat.capture._torch._effects import assert_async
 
 @contextlib.contextmanager
 def as_in_eager_mode() -> Iterator[None]:
-    """Dynamo takes ``torch.addcdiv`` apart, and rounds otherwise then; there is no setting for it. And a step that asks whether
-    it is compiled is told no (`_answer`): it would compute in another way than in eager mode.
+    """While open, Dynamo's handlers do as eager mode does.
+
+    Dynamo takes ``torch.addcdiv`` apart, which rounds otherwise, and there is no setting for it. A step that asks
+    whether it is compiled would compute in another way than in eager mode, and is told no (`_answer`).
     """
     handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
     before = dict(handlers)
@@ -53,13 +55,13 @@ _IS_COMPILED = (
 )
 
 _MAY_KNOW = (str(Path(torch.__file__).parent), f"{os.sep}transformers{os.sep}")
-"""Who asks to know what can be traced. Without the answer transformers' models come apart into single layers; where they
-compute in another way for it is a known difference (docs/training.md).
+"""Places of code that asks in order to know what can be traced. Without Dynamo's answer transformers' models would
+break into graphs of single layers; that some compute in another way for it is a known difference (docs/training.md).
 """
 
 
 def _answer(own: Callable[..., Any], asked: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-    """No; but who asks to know what can be traced gets Dynamo's ``own`` answer."""
+    """No; but code that asks in order to know what can be traced (`_MAY_KNOW`) gets Dynamo's ``own`` answer."""
     if any(place in translator.f_code.co_filename for place in _MAY_KNOW):
         return own(asked, translator, *args, **kwargs)
     return VariableTracker.build(translator, False)
@@ -69,7 +71,7 @@ _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
 def _recurrent(asked: Any, _translator: Any, x: Any, *_others: Any, **_named: Any) -> None:
-    """Recurrent layers are traced as they are on the CPU, and left alone elsewhere. (The modules see to packed sequences.)"""
+    """Recurrent layers are traced as they are on the CPU, and left alone elsewhere; packed sequences always are."""
     if x.as_proxy().node.meta["example_value"].device.type != "cpu":
         unimplemented(
             gb_type="recurrent layer",
@@ -80,7 +82,10 @@ def _recurrent(asked: Any, _translator: Any, x: Any, *_others: Any, **_named: An
 
 
 def _asserted(_function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-    """A call of ``torch._assert_async``; an ``assert`` is traced to the function itself (see `capture.name_assertions`)."""
+    """A call of ``torch._assert_async`` in the user's code becomes ATen's op.
+
+    Of an ``assert`` Dynamo makes the function itself, by which the two are told apart (see `capture.name_assertions`).
+    """
     given = [*args, *(kwargs[name] for name in ("input", "assert_msg") if name in kwargs)]
     packet = torch.ops.aten._assert_async
     op = VariableTracker.build(translator, packet.msg if len(given) > 1 else packet.default)
@@ -88,7 +93,7 @@ def _asserted(_function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def _asserted_at_once(own: Callable[..., Any], function: Any, translator: Any, condition: Any, message: Any) -> Any:
-    """A call of ``torch._assert``, which is an ``assert``."""
+    """A call of ``torch._assert``, which is Python's ``assert``, of a tensor."""
     if not isinstance(condition, TensorVariable):
         return own(function, translator, condition, message)
     op = VariableTracker.build(translator, torch.ops.lightning_remat.assertion.default)

@@ -14,7 +14,7 @@ from torch._dynamo import utils as dynamo_utils
 
 @contextlib.contextmanager
 def quiet_dynamo() -> Iterator[None]:
-    """Let Dynamo's loggers and warnings through only where the user asked for them (``TORCH_LOGS``, a level set)."""
+    """Let Dynamo's loggers and warnings through only where the user asked for them (``TORCH_LOGS``, or a set level)."""
     logger, warn_once = logging.getLogger("torch._dynamo"), dynamo_utils.warn_once
     dynamo_utils.warn_once = lambda message, *_args, **_kwargs: logger.info("%s", message)
     try:
@@ -49,7 +49,7 @@ def _dynamo_loggers(_known: int) -> list[logging.Logger]:
 
 
 def logging_calls() -> set[Any]:
-    """Calls that only say something: the loggers' own, and what libraries hang on them (transformers' ``warning_once``)."""
+    """Functions that only say something: loggers' methods, with those that libraries add, and ``warnings.warn``."""
     said = {"debug", "info", "warning", "warn", "error", "critical", "exception", "log"}
     methods = vars(logging.Logger).items()
     own = {method for name, method in methods if name in said}

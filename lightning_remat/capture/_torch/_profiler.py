@@ -1,4 +1,4 @@
-"""torch's profiler: whether one runs, for only one can (see ``lightning_remat._profiler``), and what it has recorded.
+"""torch's profiler: whether one runs, since only one can (see ``lightning_remat._profiler``), and what it has recorded.
 
 ``kineto_results`` and its events are documented nowhere.
 """
@@ -23,14 +23,15 @@ def profiling_anywhere() -> bool:
 
 
 def profilers_counting() -> Collection[str]:
-    """What counts the steps of torch's profilers, by name."""
+    """Names of what counts steps for torch's profilers at the moment: ``"ProfilerStep"`` is a profiler itself."""
     return dict(getattr(autograd_profiler.KinetoStepTracker, "_step_dict", {}))
 
 
 def allocations(recorder: Any) -> list[tuple[int, int, int]]:
     """What a ``torch.autograd.profiler.profile`` has recorded of the CPU's memory, in no order.
 
-    Of each allocation and release: the moment in nanoseconds, the address, and the bytes (negative: released).
+    Returns:
+        For each allocation and release: the moment in nanoseconds, the address, and the bytes (negative: released).
     """
     waiting, found = list(recorder.kineto_results.experimental_event_tree()), []
     while waiting:
@@ -42,11 +43,15 @@ def allocations(recorder: Any) -> list[tuple[int, int, int]]:
 
 
 def marked(profiler: torch.profiler.profile, mark: str) -> tuple[list[tuple[int, int, int]], list[tuple[int, int]]]:
-    """What a profiler has recorded of blocks under ``torch.profiler.record_function``, in no order.
+    """What a profiler has recorded of blocks under ``torch.profiler.record_function``, and of memory, in no order.
+
+    Args:
+        profiler: one that has ended.
+        mark: what the names of the blocks begin with; a number follows it.
 
     Returns:
-        The beginning and the end of each block, in nanoseconds, and its number, which stands behind ``mark`` in its name; and
-        of each allocation and release the moment and the bytes (negative: released).
+        For each block its beginning and end, in nanoseconds, and its number; for each allocation and release the
+        moment, in nanoseconds, and the bytes (negative: released).
     """
     windows: list[tuple[int, int, int]] = []
     changes: list[tuple[int, int]] = []

@@ -1,4 +1,4 @@
-"""Modules as they run: each a function of one list, which it clears, or node by node where someone observes it.
+"""How a lowered module runs: as a function of one list, which it clears, or node by node where someone observes it.
 
 ``_BoxedCodeGen`` writes such a function's code.
 """
@@ -52,7 +52,7 @@ class Modules:
         forward: returns ``returned`` outputs, then the saved tensors, then ``sizes`` saved sizes.
         backward: takes the saved sizes, the saved tensors and the tangents.
         returned, sizes: their numbers.
-        summands: how many of the backward's last outputs are no gradients of their own (see ``capture._sums``).
+        summands: how many of the backward's last outputs are summands of gradients before them (see ``capture._sums``).
     """
 
     forward: torch.fx.GraphModule
@@ -66,15 +66,16 @@ ObserveNode = Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any], Callable
 """Given a node of a lowered module, its arguments and what runs it: runs it, and returns its result."""
 
 Arrival = frozenset[tuple[int, Layout]]
-"""How tangents lie that do not lie as a version's backward was made for: by the position of the output, its layout."""
+"""Layouts of tangents that a version's backward was not made for, each with the position of the tangent's output."""
 
 
 class Runner:
-    """One module of a version.
+    """Runs one module of a version, its forward or its backward.
 
     Attributes:
-        without: of a backward, the same without some tangents (see `Exchange.unread`).
-        laid_out: likewise, for tangents that lie otherwise (see `Exchange.arrive`).
+        module: the module.
+        without: for a backward: the same without some tangents (see `Exchange.unread`).
+        laid_out: likewise, for tangents of other layouts (see `Exchange.arrive`).
         opened: likewise, with its sums taken apart (see `Exchange.opens`).
     """
 

@@ -1,4 +1,4 @@
-"""Symbolic numbers: what they were when they were captured, and their arithmetic as numbers and as nodes of a graph.
+"""Symbolic numbers: their values when they were captured, and their expressions, as numbers or as nodes of a graph.
 
 ``torch.utils._sympy`` does the arithmetic.
 """
@@ -17,14 +17,14 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 
 def symbolic_node(number: torch.SymInt | torch.SymFloat) -> Any:
-    """What a symbolic number is made of; since torch 2.14 its type says that parts may be ``None``, which none is here."""
+    """The ``SymNode`` of a symbolic number, untyped: by torch 2.14's types parts may be ``None``, and here none is."""
     return number.node
 
 
 def hint(value: Any) -> Any:
     """The value that a symbolic number had when it was captured (1 where it is not known before the step runs).
 
-    ``int(value)`` would tie the captured graph to it.
+    ``int(value)`` would make Dynamo guard on it.
     """
     if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return value
@@ -55,7 +55,7 @@ def largest(value: torch.SymInt) -> int | None:
 
 
 def computed(graph: torch.fx.Graph, expression: Any, symbols: Mapping[Any, torch.fx.Node]) -> torch.fx.Node:
-    """Nodes that compute an expression of the values of other nodes; returns the last."""
+    """Append nodes to a graph that compute an expression from the nodes of its symbols; returns the last."""
     before = set(graph.nodes)
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
     proxies = {symbol: torch.fx.Proxy(node, tracer) for symbol, node in symbols.items()}

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 def tensor_leaves(tree: Any) -> list[torch.Tensor]:
     """All tensors in nested containers, and in the attributes of objects such as a batch class of the user's own.
 
-    Modules, and what is reached a second time, are left out.
+    Modules are left out, and an object that is reached a second time is not looked into again.
     """
     found: list[torch.Tensor] = []
     seen: set[int] = set()
@@ -38,7 +38,7 @@ def _attributes(value: Any) -> list[Any]:
 _NO_BATCH = (type, types.ModuleType, types.FunctionType, torch.nn.Module)
 
 _DEEPEST = 4
-"""Objects inside of objects in which tensors are looked for: a graph batch keeps them in a mapping of a store of its own."""
+"""How deep objects may lie inside of objects: a batch of graphs has its tensors in a mapping in a store."""
 
 
 def copied(value: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How Dynamo is set while it captures, and the garbage collector with it.
+"""Dynamo's settings while it captures, and the garbage collector, which is off meanwhile.
 
 * ``_dynamo.config``: the recompile limit, logging calls and DDP's graph splitting, among others (see `tracing`).
 * ``fx.experimental._config``: sizes that happen to be equal are told apart.
@@ -55,10 +55,14 @@ def tracing(dynamic_sources: str = "", floats: VaryingFloats | None = None) -> c
     """Dynamo's settings while it captures.
 
     Recompilation is never silently given up (who calls this counts shapes itself), an error inside Dynamo makes the frame
-    run as before, a logging call does not break the graph, DDP does not split it, and NumPy stays NumPy (torch's own
-    version of it rounds otherwise), ``torch.autograd.grad`` is part of the graph (a gradient penalty is one graph then, not
-    two of which the first cannot be differentiated twice), and Dynamo's warnings stay off the terminal: what they warn of
-    is no fault of the user's, and what is not captured is told by who calls this.
+    run as before, a logging call does not break the graph, DDP does not split it, NumPy stays NumPy (torch's own
+    version of it rounds otherwise), ``torch.autograd.grad`` is part of the graph (a gradient penalty is one graph then,
+    not two of which the first cannot be differentiated twice), and Dynamo's warnings stay off the terminal: what they
+    warn of is no fault of the user's, and what is not captured is told by who calls this.
+
+    Args:
+        dynamic_sources: inputs that may change without a new capture, in Dynamo's words (``"L['batch_idx']"``).
+        floats: Python floats that were seen to vary, which become inputs of the graph.
     """
     stack = contextlib.ExitStack()
     config = torch._dynamo.config

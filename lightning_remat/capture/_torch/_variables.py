@@ -1,10 +1,10 @@
 """Dynamo's variables, which stand for what a step handles while it is traced: their classes, and new ones.
 
-* Those for Python's built-ins and NumPy's functions, and the handlers of comparisons: what is made of constants is one (see
-  ``capture._numpy`` and ``capture._constants``).
+* Those for Python's built-ins and NumPy's functions, and the handlers of comparisons: what is made of constants is a
+  constant (see ``capture._numpy`` and ``capture._constants``).
 * Those for loggers and for functions that Dynamo ignores: what a step says is said (see ``capture._messages``).
-* ``TensorVariable``, by which it calls a tensor's methods, and ``TorchInGraphFunctionVariable``: the values of a mask (see
-  ``capture._masks``).
+* ``TensorVariable``, by which it calls a tensor's methods, and ``TorchInGraphFunctionVariable``: for the values of a
+  mask (see ``capture._masks``).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ IgnoredFunctionVariable: Any = getattr(misc, "IgnoredFunctionVariable", LoggingL
 
 
 def build_attribute(translator: Any, owner: Any, name: str) -> Any:
-    """While Dynamo traces: an attribute of an object of ours, as an input of the step."""
+    """While Dynamo traces: a variable for an attribute of an object, which is read anew in every call."""
     source = AttrSource(GlobalSource(translator.output.install_global_by_id("lightning_remat", owner)), name)
     return VariableTracker.build(translator, getattr(owner, name), source)
 
@@ -89,7 +89,7 @@ def reconstruct_copy(codegen: Any, value: Any) -> None:
 
 
 def reconstruct_as(codegen: Any, kind: type, variable: VariableTracker) -> None:
-    """In the code that Dynamo writes around a graph: what a variable stands for, as one of this type of a module's."""
+    """In the code that Dynamo writes around a graph: call this type, found in its module, on a variable's value."""
     codegen.add_push_null(lambda: codegen.load_import_from(kind.__module__, kind.__name__))
     codegen(variable)
     codegen.extend_output(create_call_function(1, False))

@@ -1,8 +1,8 @@
-"""Is the torch that runs one that the package knows? Its private names are listed here.
+"""Whether the torch that runs is one that the package knows: the releases, and the list of private names that it uses.
 
-On a release that the package was not run with, or one where a name is gone, nothing is captured: what torch does there with
-what is replaced in it, nobody has seen, and exact bits come before memory. All else works: graphs are planned from files,
-and training runs as it would without this package.
+On a release that the package was not run with, or one where a name is gone, nothing is captured: nobody has seen what
+torch does there with what is replaced in it, and exact bits come before memory. All else works: graphs are planned from
+files, and training runs as it would without this package.
 """
 
 from __future__ import annotations
@@ -88,14 +88,14 @@ NAMES = {
     "torch.utils._sympy.reference": "PythonReferenceAnalysis",
     "torch.utils._sympy.symbol": "SymT.FLOAT symbol_is_type",
 }
-"""Everything private of torch that is used, by where it is found; of ``add``, what is read of any op."""
+"""The private names of torch that are used, by the module or object that has them; ``add`` stands for any op."""
 
 SHOWN = 4
-"""Names that a message gives."""
+"""The most missing names that a message gives."""
 
 
 def missing() -> list[str]:
-    """The private names that the torch that runs does not have; of one that is gone, nothing that was read of it."""
+    """The private names that the torch that runs does not have; below one that is gone, none is looked for."""
     found: dict[str, None] = {}
     for place, names in NAMES.items():
         try:
@@ -144,7 +144,7 @@ def unknown_torch() -> str:
 
 
 class Unavailable:
-    """In the place of what is not there on a torch that is not known."""
+    """Stands for a name that is not there on a torch that is not known: any use of it raises ``CaptureError``."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason

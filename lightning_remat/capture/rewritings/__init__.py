@@ -1,11 +1,11 @@
-"""What is changed in a joint graph before it is read: `in_order` lists all of it, `rewrite` does it.
+"""What is changed in a joint graph before it is read: `in_order` lists all changes, `rewrite` makes them.
 
-A rewriting takes a graph and changes it in place, each node's ``meta["val"]`` with it, to one that gives the same bits. What it
-has to tell the reader of the graph besides, it says in a node's ``meta``:
+A rewriting takes a graph and changes it in place, each node's ``meta["val"]`` with it, to one that gives the same bits.
+What else the reader of the graph (``_joint``) has to know, it says in a node's ``meta``:
 
 * ``remat_once``: the op is evaluated once a step, and its result kept as long as it is needed.
-* ``remat_acts``: the op is there for what it does (see ``_effects``).
-* ``remat_handed_over``: the op hands a gradient to a function of the caller's.
+* ``remat_acts``: the op is called for its effect (see ``_effects``).
+* ``remat_handed_over``: the op hands a gradient to a function of the caller's (see ``_gradients``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Batch norm: cuDNN's kernels where eager runs them, and a backward that keeps and allocates less.
 
-* Batch norm that was traced for cuDNN's becomes that, forward and backward: torch's op would choose once more.
+* Batch norm that was traced for cuDNN's becomes that, forward and backward: torch's op would choose a kernel once more.
 * In training mode the backward takes the running statistics and does not read them: it is given none.
 * On the CPU, the backward allocates one result instead of two, or none, by the same kernel (see `batch_norm_backward`).
 """
@@ -20,13 +20,13 @@ Node = torch.fx.Node
 _TRACED_FOR_CUDNN = (aten._batch_norm_with_update_functional.default, aten.batch_norm_backward.default)
 
 SMALL_BATCH_NORM = 8
-"""A batch norm is small where its input has less than one such part of the bytes of the largest one's."""
+"""A batch norm is small where its input has less than the largest one's bytes divided by this."""
 
 
 def call_cudnn(graph: torch.fx.Graph) -> None:
     """Batch norm that was traced for cuDNN's becomes that, forward and backward: torch's op would choose once more.
 
-    The backward takes the running statistics and does not read them. It computes all gradients, whichever are asked for.
+    The backward is given no running statistics, which it does not read. It computes all gradients, asked for or not.
     """
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in _TRACED_FOR_CUDNN:
@@ -53,7 +53,7 @@ def free_running_statistics(graph: torch.fx.Graph) -> None:
 def give_batch_norm_memory(graph: torch.fx.Graph) -> None:
     """On the CPU, the backward of batch norm allocates one result instead of two, or none (see `batch_norm_backward`).
 
-    Those of small tensors stay as they are: that call takes longer, and no peak is theirs.
+    Those of small tensors stay as they are: the other call takes longer, and they do not make the peak.
     """
     found: dict[Node, int] = {}
     for node in graph.nodes:

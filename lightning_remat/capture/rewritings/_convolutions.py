@@ -1,7 +1,7 @@
 """A convolution's backward becomes two calls: the gradients of its weights, and then that of its input.
 
 The kernels behind it are two in any case, and give the same bits alone. Together they hold the input, its gradient and
-that of the output at once, the largest working set of most convolutional networks; apart, the input goes in between.
+that of the output at once, the largest working set of most convolutional networks; apart, the input is freed between.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def split_convolution_backward(graph: torch.fx.Graph) -> None:
-    """Make two of each backward that computes both."""
+    """Make two calls of each convolution backward that computes both."""
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not aten.convolution_backward.default:
             continue

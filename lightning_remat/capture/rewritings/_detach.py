@@ -1,6 +1,6 @@
-"""Inside the graph nothing is differentiated: a detach is its input.
+"""``detach`` nodes are dropped: nothing differentiates through a joint graph, and a detached tensor is its input.
 
-One that is returned stays: it is an alias.
+One that is returned stays: as an output, it is another tensor on its input's memory.
 """
 
 from __future__ import annotations

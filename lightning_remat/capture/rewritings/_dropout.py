@@ -1,7 +1,8 @@
 """On the CPU, ``native_dropout`` becomes what eager does there: noise, and a product with it, forward and backward.
 
-The noise (0 or `dropout_scale`, in the input's dtype) is made of a boolean mask. Only the mask is random: a quarter of
-the noise's bytes or less, it may stay when the noise goes. On other devices the fused kernel stays whole.
+The noise (0 or `dropout_scale`, in the input's dtype) is made of a boolean mask. Only the mask is random. It has one
+byte an element, a quarter of the noise's bytes in float32, and may be kept where the noise is not. On other devices the
+fused kernel stays whole.
 
 The generator gives a boolean mask the numbers that eager draws (`dropout_mask`), and the scale is rounded as eager rounds it
 (`dropout_scale`).
@@ -50,7 +51,7 @@ def split_dropout(graph: torch.fx.Graph) -> None:
                 use.target, use.args = aten.mul.Tensor, (use.args[0], noise)
             elif (
                 use.target is aten._to_copy.default
-            ):  # a backward that is differentiated again: (mask as numbers) * scale
+            ):  # in a backward that is differentiated again, AOTAutograd writes the noise as (mask as numbers) * scale
                 for product in list(use.users):
                     if product.target in (aten.mul.Tensor, aten.mul.Scalar) and isinstance(product.args[1], float):
                         product.update_arg(1, scale)

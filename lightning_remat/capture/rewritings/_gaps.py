@@ -1,4 +1,4 @@
-"""Ops that were traced with gaps in their results give such results (see `spaced_results`).
+"""Ops that were traced with gaps between the rows of their results give such results (see `spaced_results`).
 
 Eager's kernels go from row to row there, and compute the last elements of each in another way: in a dense result, those would
 have other bits.
@@ -16,7 +16,7 @@ from lightning_remat.capture._sizes import size_node, symbols_among
 
 
 def leave_gaps(graph: torch.fx.Graph) -> None:
-    """Give shape and strides to each op whose result has gaps."""
+    """Have each op whose result has gaps write it to memory of that shape and those strides (`spaced`)."""
     symbols = symbols_among(graph)
     for node in list(graph.nodes):
         value = node.meta.get("val")

@@ -1,7 +1,4 @@
-"""Gradients go to functions of the caller's where they are made: none is held until the backward ends.
-
-What such a function returns is returned in the gradient's place.
-"""
+"""Gradients are handed to functions of the caller's where they are made: they are not held until the backward ends."""
 
 from __future__ import annotations
 
@@ -13,11 +10,14 @@ import torch.fx
 from lightning_remat.capture._nodes import gradient_arguments, is_tensor
 
 HandOver = Mapping[int, Callable[[torch.Tensor, int], torch.Tensor | None]]
-"""By the position of an argument, what is given its gradient and the position."""
+"""By the position of an argument: a function that is called with the argument's gradient and the position."""
 
 
 def hand_over_gradients(graph: torch.fx.Graph, num_fwd_outputs: int, hand_over: HandOver) -> None:
-    """Gradients go to these functions where they are made; what they return is returned instead."""
+    """Call these functions where gradients are made; what they return is returned in the gradients' place.
+
+    A gradient that is returned several times, or that no op of the graph makes, is returned as it is.
+    """
     output = graph.output_node()
     outputs = list(output.args[0])  # type: ignore[arg-type]
     for place, position in enumerate(gradient_arguments(graph, num_fwd_outputs), num_fwd_outputs):

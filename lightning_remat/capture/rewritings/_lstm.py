@@ -18,5 +18,5 @@ def keep_lstm_kernels(graph: torch.fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer.default):
         node.target = _ops.lstm_layer
     for node in graph.find_nodes(op="call_function", target=aten.mkldnn_rnn_layer_backward.default):
-        if node.meta["val"][0].dtype is not torch.float32:  # by torch 2.11, which computes them in float32 as others do
+        if node.meta["val"][0].dtype is not torch.float32:  # as torch 2.11 traces them: the kernel's are float32
             node.target = _ops.lstm_layer_backward

@@ -1,8 +1,8 @@
 """Ops that read an input which the step overwrites read a copy of it, made first and never again.
 
 AOTAutograd writes the new value back when the forward ends; whatever is evaluated after that must see the old one.
-Batch norm is excepted: it can be evaluated again without its running statistics. What only makes the next value is excepted
-too, and evaluated once.
+Batch norm is excepted: it can be evaluated again without its running statistics. An op whose result is only returned,
+such as the next value itself, is excepted too, and evaluated once.
 """
 
 from __future__ import annotations

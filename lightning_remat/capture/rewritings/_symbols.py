@@ -1,4 +1,4 @@
-"""Sizes that are read off a tensor are computed from the symbols handed in: nobody keeps the tensor for them."""
+"""Sizes that are read off a tensor are computed from symbols among the primals: the tensor is not kept for them."""
 
 from __future__ import annotations
 

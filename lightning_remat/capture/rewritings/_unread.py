@@ -1,4 +1,4 @@
-"""Inputs of which an op reads the shape and nothing else: it is given a stand-in, and nobody keeps the values for it.
+"""An op that reads only the shape of an input is given a stand-in without memory, and the values are not kept for it.
 
 The gradient of a convolution's input depends on the gradient of its output and on the weights. torch's op takes the input
 besides, for its shape and layout. Pooling and padding are likewise.
@@ -39,7 +39,7 @@ _SHAPE_ONLY = {
 
 
 def let_go_of_unread(graph: torch.fx.Graph) -> None:
-    """Ops on the CPU that read the shape of an input only are given a stand-in."""
+    """Give a stand-in to the ops on the CPU that read the shape of an input only."""
     symbols = symbols_among(graph)
     for node in list(graph.nodes):
         if node.op != "call_function" or not _reads_shape_only(node):
@@ -62,12 +62,12 @@ def _reads_shape_only(node: torch.fx.Node) -> bool:
 
 
 def _available(device: torch.device) -> bool:
-    """Whether there are stand-ins for tensors on this device: memory on POSIX systems can be read before it is there."""
+    """Whether there are stand-ins for tensors on this device: on POSIX systems, pages take no memory until written."""
     return device.type == "cpu" and sys.platform != "win32"
 
 
 def stand_in(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on the CPU that takes no memory: zeros, on pages that nobody has written and nobody can write."""
+    """A tensor of zeros on the CPU that takes no memory: its pages are read-only, and have never been written."""
     span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if math.prod(shape) else 0
     pages = _pages(max(1, span * dtype.itemsize - 1).bit_length())
     return pages.view(dtype).as_strided(shape, stride)
@@ -75,7 +75,7 @@ def stand_in(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype
 
 @functools.cache
 def _pages(bits: int) -> torch.Tensor:
-    """At least ``2**bits`` bytes of addresses."""
+    """A tensor of at least ``2**bits`` bytes on such pages, which stand-ins share."""
     nbytes = max(1 << bits, mmap.PAGESIZE)
     region = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ)
     with warnings.catch_warnings():
