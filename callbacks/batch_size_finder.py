@@ -35,24 +35,25 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 SMALLER = (0.98, 0.94, 0.85, 0.7)
-"""By real step, if it did not confirm: the largest batch size that is tried next, as a share of that one."""
+"""After each real step that did not confirm its batch size: the largest one that is tried next, as a share of it."""
 
 ENLARGED = 1
-"""How often a larger batch size is tried when one is confirmed."""
+"""How often a larger batch size is tried after one was confirmed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FoundBatchSize:
-    """What the finder found.
+    """The result of `RematBatchSizeFinder`.
 
     Attributes:
-        batch_size: a process's, that the loader now has.
-        without: the largest that fits without rematerialization, as predicted.
-        before: what the loader had.
-        accumulate_grad_batches: of the Trainer, from now on.
-        plan: the plan of the confirming step.
-        measured_peak_bytes: of that step.
-        samples_per_second, samples_per_second_without: a process's, as predicted, at ``batch_size`` and at ``without``.
+        batch_size: the batch size of each process, which its loader now has.
+        without: the largest batch size that fits without rematerialization, as predicted; 0 if none does.
+        before: the batch size that the loader had before.
+        accumulate_grad_batches: the Trainer's, from now on.
+        plan: the plan of the real step that confirmed ``batch_size``.
+        measured_peak_bytes: measured peak of that step, in bytes.
+        samples_per_second, samples_per_second_without: of each process, as predicted, at ``batch_size`` and at
+            ``without``.
     """
 
     batch_size: int
@@ -65,7 +66,7 @@ class FoundBatchSize:
     samples_per_second_without: float
 
     def summary(self) -> str:
-        """One line for a person."""
+        """The result as one line of text."""
         plan = self.plan
         return (
             f"batch size {self.batch_size} ({self.without} without rematerialization): predicted peak "
@@ -78,18 +79,20 @@ class FoundBatchSize:
 class RematBatchSizeFinder(Callback):
     """Trains with the largest batch size whose best plan fits the budget of `RematCallback`, at a bounded overhead.
 
-    The training step is captured at a small batch size and at one that about fits as it is; every byte and second of it is
-    taken to grow on the line through the two. A schedule of one batch size is one of all others, so few are solved for. One
-    real step, forward and backward, confirms what was found, with a schedule that the search has met; what it needs says where
-    to go from there, if it is over the budget or if a larger one fits as well. A step that runs out of memory all the same is
-    survived, and a smaller one is tried. Parameters, buffers, random numbers, metrics and logs are as if there had been no
-    search. The training begins with the schedules that the search has met, and looks for cheaper ones as it always does.
+    The training step is captured at a small batch size and at one that about fits without rematerialization; all its
+    sizes and times are taken to grow linearly with the batch size, on the line through the two. A schedule that was
+    found for one batch size is valid for all others, so that few have to be solved for. One real step, forward and
+    backward, confirms the result, with a schedule that the search has met. If it is over the budget, or shows that a
+    larger batch fits as well, its costs say what to try next; if it runs out of memory, a smaller batch is tried.
+    Afterwards parameters, buffers, random generators, metrics and logs are as if there had been no search. Training
+    begins with the schedules that the search has met, and looks for cheaper ones as usual.
 
     Args:
-        max_overhead: the most extra time of a step, as a share of the step without rematerialization; ``None`` for one
-            extra forward (Jain et al. 2020, eq. 10). Times are measured, and what is found may be over it by 3 % of the step.
-        max_val: the largest batch size.
-        margin: share by which what was found is made smaller, in [0, 1). (The budget has a margin of its own.)
+        max_overhead: the most extra time of a step, as a share of the step without rematerialization (0.2 for 20 %);
+            ``None`` for one extra forward (Jain et al. 2020, eq. 10). Times are measured: the result may be over the
+            time that this allows by 3 %.
+        max_val: the largest batch size that is tried.
+        margin: share by which the batch size that was found is made smaller, in [0, 1), beside the budget's own margin.
         batch_arg_name: name of the attribute that holds the batch size, on the module, the datamodule, or the ``hparams`` of
             either, as for Lightning's ``BatchSizeFinder``. It must be what the loader is made with: where that is derived
             from another one (a size per device, say), name the derived one.
@@ -98,13 +101,15 @@ class RematBatchSizeFinder(Callback):
             batch size is then the largest divisor of that product that fits.
 
     Attributes:
-        found: what was found; ``None`` before a fit, and where nothing could be predicted.
-        optimal_batch_size: its batch size.
+        found: the result; ``None`` before a fit, and where nothing could be predicted or confirmed.
+        optimal_batch_size: the batch size of ``found``, or ``None``.
 
     Raises:
-        ConfigError: in ``setup``, for a Trainer without `RematCallback` or with a budget that is no fixed size, for a batch
-            size that is nowhere to be set, and for a loader that does not follow it.
-        InfeasibleBudgetError: when not even a batch of one sample fits.
+        ConfigError: on construction, for an argument that cannot be used; in ``setup``, for a Trainer without
+            `RematCallback`, a budget that is a share or ``"min"``, manual optimization, a compiled training step, or a
+            batch size that cannot be set; when the fit starts, for a loader that does not follow the batch size.
+        InfeasibleBudgetError: when the fit starts, if not even a batch of one sample fits the budget.
+        BudgetError: when the fit starts, if a batch of one sample fits, but not within ``max_overhead``.
 
     Example:
         >>> import lightning as L
@@ -140,7 +145,7 @@ class RematBatchSizeFinder(Callback):
 
     @property
     def optimal_batch_size(self) -> int | None:
-        """The batch size that was found."""
+        """The batch size that was found; ``None`` where `found` is."""
         return self.found.batch_size if self.found is not None else None
 
     # -- hooks --------------------------------------------------------------------------------------------------------
@@ -232,7 +237,7 @@ def _remat_callback(trainer: pl.Trainer) -> RematCallback | None:
 
 
 class _Search:
-    """Captures, predicts and confirms; in all processes at the same time."""
+    """One search: captures, predicts and confirms. All processes run it at the same time, and decide alike."""
 
     def __init__(
         self,
@@ -252,7 +257,7 @@ class _Search:
         limits = [finder.max_val, data.samples(), effective if finder.keep_effective_batch_size else None]
         at_most = min(limit for limit in limits if limit is not None)
         if finder.keep_effective_batch_size and effective > 1:
-            trainer.accumulate_grad_batches = 2  # as far as memory goes, like any other number over 1
+            trainer.accumulate_grad_batches = 2  # takes the same memory as any other number over 1
         sizes = self._predictions(at_most)
         if sizes is None:
             return None
@@ -276,7 +281,7 @@ class _Search:
                 raise sizes.refusal(budget)
             else:
                 at_most = max(1, int(tried * smaller))
-            if plan is not None:  # what it needs says more about sizes near it than two other ones did
+            if plan is not None:  # for sizes near it, its costs are a better guess than those of the two captures
                 sizes.learn(tried, plan)
             if at_most <= size or successes > ENLARGED:
                 break
@@ -307,7 +312,7 @@ class _Search:
         return next((one for one in range(size, 0, -1) if effective % one == 0), 0)
 
     def _budget(self) -> int:
-        """In bytes, the same in all processes."""
+        """The budget in bytes, the same in all processes."""
         config = self.remat.config
         budget = parse_budget(config.budget)
         own = budget.resolve(0, 0, int, lambda: available_bytes(self.trainer, self.module, config.margin))
@@ -316,8 +321,8 @@ class _Search:
     # -- prediction ---------------------------------------------------------------------------------------------------
 
     def _predictions(self, at_most: int) -> BatchSizes | None:
-        """From the step at two batch sizes; ``None``, with a warning, where nothing can be predicted."""
-        # A batch of one often has other ops: what is broadcast is not the same there.
+        """Predictions from the step at two batch sizes; ``None``, with a warning, where nothing can be predicted."""
+        # A batch of one is often captured with other ops, since its dimension is broadcast.
         small = max(2, min(self.data.before, at_most) // 2)
         why = f"a batch size of at most {at_most} leaves nothing to predict from"
         for size in (small, 2 * small, 1):
@@ -333,9 +338,9 @@ class _Search:
         return None
 
     def _from(self, small: int, at_most: int) -> BatchSizes | str:
-        """Predictions from a small batch and one that fits as it is, or why there are none.
+        """Predictions from a small batch and one that fits without rematerialization, or why there are none.
 
-        The larger that one is, the better: the times of very small ones say little.
+        The second is as large as fits: times of very small batches say little about large ones.
         """
         first = self._capture(small)
         if isinstance(first, str):
@@ -356,7 +361,7 @@ class _Search:
         return why
 
     def _capture(self, size: int) -> Plan | str:
-        """The step without rematerialization, or why it cannot be predicted from; in all processes either of these."""
+        """The plan of the step without rematerialization, or why there is none: in all processes one or the other."""
         plain = dataclasses.replace(
             self.remat.config, budget=1.0, solver="no_remat", solver_options={}, background=False
         )
@@ -375,7 +380,7 @@ class _Search:
         return found if everywhere or isinstance(found, str) else "it fails in another process"
 
     def _surviving(self, size: int, attempt: Callable[[], _T]) -> _T | None:
-        """What is found with a batch size, or ``None`` where that does not fit; nothing of it stays on the device."""
+        """What ``attempt`` returns, or ``None`` where the batch size does not fit; it leaves nothing on the device."""
         try:
             return attempt()
         except InfeasibleBudgetError:
@@ -384,13 +389,13 @@ class _Search:
             if not isinstance(error, torch.OutOfMemoryError) and not is_oom_error(error):
                 raise
             log.info("a batch size of %d ran out of memory", size)
-        finally:  # what the attempt held is not referred to any more, also not by the traceback
+        finally:  # nothing refers to what the attempt held any more, not even the traceback
             self.module.zero_grad()
             garbage_collection_cuda()
         return None
 
     def _within(self, doing: str) -> Callable[[str], None]:
-        """Progress in words about a part of what is being done."""
+        """Report ``doing`` as progress; returns what reports its parts."""
         self.progress(doing)
         return lambda words: self.progress(f"{doing}: {words}")
 
@@ -421,9 +426,9 @@ class _Search:
             loss.backward()  # type: ignore[no-untyped-call]
 
     def _confirm(self, size: int, sizes: BatchSizes, doing: str) -> tuple[Plan | None, int | None]:
-        """Plan a batch size, and run the planned step: its plan, and its measured peak where it ran.
+        """Plan a batch size, and run the planned step: returns its plan, and its measured peak in bytes where it ran.
 
-        A schedule that the search has met is taken where it fits; otherwise one is solved for.
+        A schedule that the search has met is taken where one fits; otherwise one is solved for.
         """
         say = self._within(doing)
         plan: Plan | None = None
@@ -435,14 +440,14 @@ class _Search:
             batch = self.data.batch(size)
             known = -1
             while len(step.scheduled.plans) > known and not step.scheduled.failures:
-                # A step that counts itself is captured a second time, and not while its peak is tracked.
+                # A step that changes its own counters is captured twice: not while its peak is tracked.
                 known = len(step.scheduled.plans)
                 self._forward(step, batch)
             plan = step.scheduled.last_plan
             for parameter in self.module.parameters():
                 if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)  # those of the step before
-            # There is no optimizer state yet. (No step of it is taken: parameters stay as they are.)
+                    parameter.grad = torch.zeros_like(parameter)  # in the place of the previous step's gradients
+            # There is no optimizer state yet. (The optimizer takes no step: parameters stay as they are.)
             optimizers, device = self.trainer.optimizers, self.trainer.strategy.root_device
             missing = optimizer_state_bytes(optimizers, device) - held_bytes(*optimizers, device=device)
             held = held_on_device(self.trainer, self.module, batch) + missing
@@ -452,7 +457,7 @@ class _Search:
             plan = step.scheduled.last_plan
             if step.scheduled.failures or peak.peak_bytes is None:
                 return None
-            if peak.allocated_bytes is not None:  # on CUDA all that is there counts, as in the plan
+            if peak.allocated_bytes is not None:  # on CUDA all allocated memory counts, as in the plan
                 return peak.allocated_bytes + missing
             return held + peak.peak_bytes
 

@@ -1,4 +1,4 @@
-"""The first training step, planned and in eager mode: the same bits? Training goes on as if nobody had asked."""
+"""``RematCallback(check=True)``: compares the planned first training step with eager mode, and changes nothing."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ def check_step(
 ) -> CheckReport:
     """Compare the planned step with eager mode on one batch, in this process alone.
 
-    Nothing is logged, and all is as before in the end: parameters, buffers, gradients, random generators, metrics, the module's
-    own attributes and the batch. Where eager mode runs out of memory, fewer samples are taken.
+    Nothing is logged, and afterwards everything is as before: parameters, buffers, gradients, random generators,
+    metrics, the module's own attributes and the batch. Where eager mode runs out of memory, fewer samples are taken.
 
     Args:
-        trainer: of a fit that has begun.
-        module: of it.
-        step: what runs its training step.
-        args: of the training step.
-        kwargs: of it too, by name.
-        progress: told in words what is being done.
+        trainer: the Trainer, in a fit that has begun.
+        module: the module that is trained.
+        step: the planned training step.
+        args: positional arguments of the training step.
+        kwargs: keyword arguments of the training step.
+        progress: called with a text about the work in progress.
 
     Returns:
-        The report. Whatever the step raises is in its notes: if training fails, it does so by itself.
+        The report. An exception of the step is not raised, but named in the report's notes.
     """
     if not module.automatic_optimization:
         return _unchecked(MANUAL)
@@ -64,7 +64,7 @@ def check_step(
 
 
 def tell_check(trainer: pl.Trainer, name: str, report: CheckReport, folder: Path | None) -> None:
-    """Say what a check has found, as a warning in each process where bits differ, and save it in ``folder``."""
+    """Log a check's report, as a warning in each process whose bits were not equal, and save it in ``folder``."""
     text = f"{name}, {report.summary()}"
     if report.equal:
         rank_zero_info(text)
@@ -93,7 +93,7 @@ def _runs(
     kwargs: dict[str, Any],
     progress: Progress,
 ) -> Runs:
-    # Where gradients are accumulated, those of the second batch are added to those at hand.
+    # Where gradients are accumulated, those of a second backward are added to those of the first.
     times = 2 if trainer.accumulate_grad_batches > 1 else 1
 
     def run(forward: Callable[..., Any]) -> Any:
@@ -116,9 +116,9 @@ def _runs(
 
 
 def _backward(trainer: pl.Trainer, module: pl.LightningModule, loss: torch.Tensor) -> None:
-    """The module's own backward, or, where gradients on their way to a parameter set something off, the gradients alone.
+    """Run the module's own backward; only compute the gradients where accumulating them would have other effects.
 
-    DDP reduces them, and an optimizer's step may hang on them.
+    DDP would reduce them, and a hook on a parameter may run an optimizer's step.
     """
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None:
@@ -143,7 +143,7 @@ def _on_fewer_samples(
     kwargs: dict[str, Any],
     progress: Progress,
 ) -> CheckReport:
-    """The same with half of the batch, a quarter, ..., planned at the share of the whole batch's plan."""
+    """The same check with half of the batch, a quarter, ..., planned at the budget share of the whole batch's plan."""
     size = size_of((*args, kwargs))
     progress("checking: planning the whole batch")
     state.begin()
@@ -175,7 +175,7 @@ def _on_fewer_samples(
 
 
 def _share(plan: Plan) -> float:
-    """Of what rematerialization can save, what a plan leaves: a budget at which something is saved at other sizes too."""
+    """A plan's peak as a share of what rematerialization can save: a budget that saves something at other sizes too."""
     floor = plan.graph.floor_bytes
     between = max(1, plan.baseline_peak_bytes - floor)
     return min(1.0, max(0.01, (plan.predicted_peak_bytes - floor) / between))

@@ -26,8 +26,8 @@ class RematCallbackConfig(RematConfig):
         measure: measure the peak of the step after each new plan, and at every logging interval. On the CPU the measured
             steps run under torch's profiler.
         artifacts: save each plan (JSON) and its memory timeline (PNG) in the log directory, and hand them to the loggers.
-        plan_only: plan the first batch, say and save what was found, and stop before anything is trained.
-        check: compare the first step with eager mode, bit for bit, and say what was found.
+        plan_only: plan the first batch, print and save the plan, and train nothing.
+        check: compare the first step with eager mode, bit for bit, and log the result.
 
     Raises:
         ConfigError, BudgetError: on construction, saying what was given and what is accepted.

@@ -22,11 +22,11 @@ from lightning_remat.report import plan_table, timeline_figure
 GIB = 1024**3
 
 TABLE_WIDTH = 130
-"""Characters."""
+"""Width of the printed table, in characters."""
 
 
 def plan_metrics(plan: Plan) -> dict[str, float]:
-    """Scalars of a plan, units in their names."""
+    """Scalars of a plan for the loggers, units in their names."""
     reserved = (
         {"remat/predicted_reserved_GiB": plan.predicted_reserved_bytes / GIB} if plan.footprint is not None else {}
     )
@@ -41,7 +41,7 @@ def plan_metrics(plan: Plan) -> dict[str, float]:
 
 
 def measured_metrics(plan: Plan, measured_bytes: int, reserved_bytes: int | None = None) -> dict[str, float]:
-    """Scalars of a measured step, units in their names; what was reserved where there is a caching allocator."""
+    """Scalars of a measured step for the loggers, units in their names; reserved memory on CUDA only."""
     saving = 1 - measured_bytes / plan.baseline_peak_bytes if plan.baseline_peak_bytes else 0.0
     reserved = {"remat/measured_reserved_GiB": reserved_bytes / GIB} if reserved_bytes is not None else {}
     return reserved | {
@@ -51,13 +51,13 @@ def measured_metrics(plan: Plan, measured_bytes: int, reserved_bytes: int | None
 
 
 OVER = 0.01
-"""Share of what was predicted that a measured step may take more, before it is said."""
+"""Share by which a measured step may exceed its prediction before there is a warning."""
 
 
 def over_prediction(plan: Plan, peak: PeakMemory, measured_bytes: int) -> str:
-    """What a measured step took more than its plan says, in words, and what to do about it; "" where it did not.
+    """The warning for a measured step that took more memory than its plan says; "" where it did not.
 
-    Segments that were there before the step (a validation's, say) are not its own.
+    Reserved memory counts only if the step itself reserved more: segments may be left from a validation, say.
     """
     over = []
     if measured_bytes > (1 + OVER) * plan.predicted_allocated_bytes:
@@ -83,7 +83,7 @@ def log_metrics(trainer: pl.Trainer, metrics: dict[str, float]) -> None:
 
 
 def show_plan(trainer: pl.Trainer, plan: Plan) -> None:
-    """A table with the plan, where the progress bar is not disturbed; on the first of several processes."""
+    """Print a table with the plan so that the progress bar is not disturbed; in the first of several processes only."""
     if not trainer.is_global_zero:
         return
     text = io.StringIO()
@@ -96,7 +96,7 @@ def show_plan(trainer: pl.Trainer, plan: Plan) -> None:
 
 
 def plan_folder(trainer: pl.Trainer) -> Path:
-    """Where plans are written. All processes ask for it together: the first one's log directory is sent to the others."""
+    """Where plans are written. All processes must call this together: the first one's log directory is broadcast."""
     return Path(trainer.log_dir or trainer.default_root_dir) / "remat"
 
 
@@ -144,7 +144,7 @@ def _figure(plan: Plan) -> Any:
 
 
 def _show(logger: Logger, figure: Any, picture: Path, plan: Path, step: int) -> None:
-    """The picture, and the plan as an artefact, in a logger that takes them."""
+    """Hand the picture, and the plan as an artifact, to a logger that takes them."""
     if isinstance(logger, WandbLogger):
         logger.log_image("remat/memory_timeline", [str(picture)], step=step)
         logger.experiment.log_artifact(str(plan), type="remat_plan")

@@ -1,14 +1,14 @@
-"""`self.log`, torchmetrics metrics and growing lists inside a captured step.
+"""Calls of ``self.log`` and metrics, and appends to lists: recorded while a captured step runs, and made after it.
 
-None can be captured: Lightning's ``log`` would cut the step in two, a metric counts its updates in Python numbers and a list
-has a length, so that every step would be captured anew. While a captured step runs, calls of the first two are written down
-in their order, with their tensors detached, and made when the step returns; so is what is appended to a list of the module.
+None of these can be captured: Lightning's ``log`` would be a graph break, a metric counts its updates in Python numbers
+and a list has a length, so that every step would be recompiled. Calls of ``log`` and of torchmetrics metrics are
+recorded in their order, with their tensors detached; so is what is appended to a list of the module.
 
-A metric call hands back a `DeferredValue`, which computes itself when the step asks for more than to log or return it.
-Metrics that do not declare themselves not differentiable are not deferred: they run at once, between two captured graphs.
+A metric call returns a `DeferredValue`, which computes itself when the step does more with it than log or return it.
+Only metrics with ``is_differentiable = False`` are deferred: others run at once, between two captured graphs.
 
 What is logged is copied, as Lightning does. What a metric is given is kept until the step returns, not copied: a step that
-overwrites it in place after the metric has seen it should hand the metric a clone.
+overwrites it in place after the metric call should hand the metric a clone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Call:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    early: bool  # may be made before the step returns, when the step asks for what it gives
+    early: bool  # may be made before the step returns, when the step uses its result
     on_list: bool = False
     done: bool = False
     result: Any = None
@@ -48,13 +48,13 @@ class _Call:
 
 
 class Deferred:
-    """Writes calls of ``module.log``, of the module's metrics and of its growing lists down, and makes them later."""
+    """Records calls of ``module.log``, of the module's metrics and of its growing lists, and makes them later."""
 
     def __init__(self, module: pl.LightningModule) -> None:
         self.calls: list[_Call] = []
         self._module = module
         self._lists: set[str] = set()
-        # What stands in for which attribute of which object while a step runs.
+        # While a step runs: the attributes of an object, the name of one of them, and what stands in for it.
         self._replacements: list[tuple[dict[str, Any], str, Any]] = [
             (module.__dict__, name, self._logging(getattr(module, name))) for name in ("log", "log_dict")
         ]
@@ -62,7 +62,7 @@ class Deferred:
             self._replacements += [
                 (attributes, name, _uncaptured(method)) for attributes, name, method in _manual(module)
             ]
-        self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []  # with what was there before, before it
+        self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []  # likewise, with the old value third
         for part in module.modules():
             if isinstance(part, (Metric, MetricCollection)):
                 stand_in = self._deferring if is_deferred(part) else self._at_once
@@ -70,14 +70,14 @@ class Deferred:
                     self._replacements.append((part.__dict__, name, stand_in(getattr(part, name))))
 
     def stand_in_for(self, name: str) -> None:
-        """From now on, what a step appends to the module's list ``name`` is written down."""
+        """From the next step on, record what a step appends to the module's list ``name``."""
         if name not in self._lists:
             self._lists.add(name)
             self._replacements.append((vars(self._module), name, GrowingList(self)))
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """While open, calls are written down; an exception drops them."""
+        """While open, calls are recorded; an exception drops them."""
         self.calls.clear()
         self._replace()
         try:
@@ -89,9 +89,9 @@ class Deferred:
             self._restore()
 
     def settle(self, output: Any, log: bool = True) -> Any:
-        """Make the calls that were written down; returns ``output`` with deferred values replaced by what they stand for.
+        """Make the recorded calls; returns ``output`` with deferred values replaced by what they stand for.
 
-        Without ``log``, those of ``log`` and ``log_dict`` are forgotten.
+        Where the argument ``log`` is false, calls of ``log`` and ``log_dict`` are dropped.
         """
         try:
             for call in self.calls:
@@ -102,7 +102,7 @@ class Deferred:
             self.calls.clear()
 
     def drop(self) -> None:
-        """Forget what was written down, but for what is appended to lists: another run of the step has logged it."""
+        """Drop the recorded calls of a run that is not to log anything, but make the appends to lists."""
         try:
             for call in self.calls:
                 if call.on_list:
@@ -111,7 +111,7 @@ class Deferred:
             self.calls.clear()
 
     def make_early_calls(self, last: _Call | None = None) -> None:
-        """In the middle of a step: make the calls of metrics and lists up to ``last``, or all."""
+        """In the middle of a step: make the recorded calls of metrics and lists, up to ``last`` or all."""
         with self.suspended():
             for call in self.calls:
                 if call.early:
@@ -121,7 +121,7 @@ class Deferred:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """While open, metrics work as they are: they call their own methods."""
+        """While open, nothing is recorded: metrics call their own methods."""
         active = bool(self._replaced)
         self._restore()
         try:
@@ -180,7 +180,7 @@ class Deferred:
 
 
 class DeferredValue:
-    """What a deferred metric call returns: its value, computed when it is asked for."""
+    """What a deferred metric call returns: its value, computed when it is used."""
 
     def __init__(self, deferred: Deferred, call: _Call) -> None:
         self._deferred, self._call = deferred, call
@@ -203,13 +203,13 @@ class DeferredValue:
 
 
 class GrowingList:
-    """Stands in for a list of the module while a step runs: appends are written down, all else works on the list itself."""
+    """Stands in for a list of the module while a step runs: appends are recorded, all else works on the list itself."""
 
     def __init__(self, deferred: Deferred) -> None:
         self._deferred = deferred
 
     def stands_for(self, values: list[Any]) -> None:
-        """Take the list that appends go to. They do so through functions: a captured step must not see its length."""
+        """Set the list that appends go to. Closures reach it, so that Dynamo does not guard on its length."""
 
         def append(value: Any) -> None:
             values.append(value)
@@ -223,11 +223,11 @@ class GrowingList:
         self._append, self._extend, self._get = append, extend, get
 
     def append(self, value: Any) -> None:
-        """Write down that ``value`` is to be appended."""
+        """Record that ``value`` is to be appended."""
         self._deferred.calls.append(_Call(self._append, (value,), {}, early=True, on_list=True))
 
     def extend(self, values: Any) -> None:
-        """Write down that ``values`` are to be appended."""
+        """Record that ``values`` are to be appended."""
         self._deferred.calls.append(_Call(self._extend, (list(values),), {}, early=True, on_list=True))
 
     def __iadd__(self, values: Any) -> GrowingList:
@@ -242,7 +242,7 @@ class GrowingList:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def list_of(stand_in: GrowingList) -> list[Any]:
-    """Append what was written down so far, and return the list itself."""
+    """Append what was recorded so far, and return the list itself."""
     stand_in._deferred.make_early_calls()
     return stand_in._get()
 
@@ -260,7 +260,7 @@ for _name in ("len", "getitem", "setitem", "delitem", "iter", "reversed", "conta
 
 
 def is_deferred(metric: Metric | MetricCollection) -> bool:
-    """Whether the metric's calls are made when the step has returned: it says that it is not differentiable."""
+    """Whether a metric's calls are deferred: it, and each metric in it, has ``is_differentiable = False``."""
     return all(one.is_differentiable is False for one in metric.modules() if isinstance(one, Metric))
 
 
@@ -270,7 +270,7 @@ def _as_it_is(value: Any) -> Any:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def value_of(value: DeferredValue) -> Any:
-    """Make all metric calls up to this one, each once, and return what it returned."""
+    """Make all recorded calls of metrics and lists up to this one, each once, and return what this one returned."""
     if "_call" not in vars(value):  # Dynamo formats f-strings before it fills in the objects that the step has made
         raise CaptureError("a metric's value cannot be formatted inside a captured step: format float(value) instead")
     if not value._call.done:
@@ -313,7 +313,7 @@ def _uncaptured(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _manual(module: pl.LightningModule) -> Iterator[tuple[dict[str, Any], str, Callable[..., Any]]]:
-    """What a step of manual optimization does to gradients and optimizers: it ends a captured graph, and is in none."""
+    """The methods by which manual optimization changes gradients and optimizers: calls of them are graph breaks."""
     for name in ("manual_backward", "optimizers", "lr_schedulers", "toggle_optimizer", "untoggle_optimizer"):
         yield module.__dict__, name, getattr(module, name)
     for optimizer in wrapped_optimizers(module.trainer):

@@ -19,14 +19,14 @@ from lightning_remat.runtime import Agreement
 
 
 def agreement(trainer: pl.Trainer) -> Agreement | None:
-    """With the other processes of this fit; ``None`` where there are none."""
+    """How the processes of this fit agree on plans; ``None`` where there is only one process."""
     if trainer.world_size == 1:
         return None
     return Agreement(trainer.strategy.broadcast(uuid.uuid4().hex))
 
 
 def agreed_config(trainer: pl.Trainer, module: pl.LightningModule, config: RematConfig) -> RematConfig:
-    """Options that are the same in all processes: ``"auto"`` becomes the smallest budget of any device."""
+    """Options that are the same in all processes: ``"auto"`` becomes the smallest budget of any device, in bytes."""
     if trainer.world_size == 1:
         return config
     if config.background:
@@ -56,7 +56,7 @@ def smallest_of_all(trainer: pl.Trainer, number: int) -> int:
 
 
 def held_on_device(trainer: pl.Trainer, module: pl.LightningModule, *beside: Any) -> int:
-    """Bytes of the module, its gradients, the optimizers' state, gradient buckets, and what is named beside."""
+    """Bytes on the device of the module, its gradients, DDP's buckets, the optimizers' state, and ``beside``."""
     in_buckets = gradients_in_buckets(trainer)
     device = trainer.strategy.root_device
     held = held_bytes(module, trainer.optimizers, *beside, gradients=not in_buckets, device=device)
@@ -64,7 +64,7 @@ def held_on_device(trainer: pl.Trainer, module: pl.LightningModule, *beside: Any
 
 
 def bucket_bytes(trainer: pl.Trainer) -> int:
-    """Bytes of the buckets in which DDP reduces gradients: they are there all the time, beside the gradients."""
+    """Bytes of the buckets in which DDP reduces gradients: they are there all the time; 0 without DDP."""
     model = trainer.strategy.model
     if not isinstance(model, DistributedDataParallel):
         return 0
@@ -72,11 +72,11 @@ def bucket_bytes(trainer: pl.Trainer) -> int:
 
 
 def gradients_in_buckets(trainer: pl.Trainer) -> bool:
-    """Whether gradients are views of the buckets (``gradient_as_bucket_view=True``)."""
+    """Whether gradients are views of DDP's buckets (``gradient_as_bucket_view=True``), without memory of their own."""
     model = trainer.strategy.model
     return isinstance(model, DistributedDataParallel) and bool(model.gradient_as_bucket_view)
 
 
 def unsynchronized(model: Any) -> contextlib.AbstractContextManager[None]:
-    """While open, gradients stay in this process, and no process waits for another."""
+    """While open, DDP does not reduce gradients, and no process waits for another."""
     return model.no_sync() if isinstance(model, DistributedDataParallel) else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Lightning's private names, each under one of ours: nothing else in the package touches them."""
+"""Lightning's private names, each behind a public one: no other file of the package uses them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lightning.pytorch.utilities.parsing import _lightning_get_all_attr_holders
 StrategyRegistry: TypeAlias = _StrategyRegistry
 
 STEP_COUNTERS = r"\._trainer\.fit_loop\..*(completed|processed|ready|started|total_batch_idx)"
-"""What is behind `global_step` and `current_epoch`, in Dynamo's words for where a value comes from."""
+"""Pattern of the Dynamo source names from which ``global_step`` and ``current_epoch`` are read."""
 
 MODULE_OWN = frozenset({"_trainer", "_fabric"})
-"""Attributes of a LightningModule that lead to whoever trains it."""
+"""Attributes of a LightningModule that refer to its Trainer or Fabric."""
 
 
 def steps_logged(trainer: pl.Trainer) -> int:
@@ -26,12 +26,12 @@ def steps_logged(trainer: pl.Trainer) -> int:
 
 
 def accumulates(trainer: pl.Trainer) -> bool:
-    """Whether the batch at hand ends without an optimizer's step."""
+    """Whether the current batch ends without an optimizer's step."""
     return trainer.fit_loop._should_accumulate()
 
 
 def wrapped_optimizers(trainer: pl.Trainer) -> Iterable[Any]:
-    """What ``self.optimizers()`` gives the user."""
+    """The wrappers that ``self.optimizers()`` gives the user."""
     return trainer.strategy._lightning_optimizers
 
 
@@ -41,19 +41,19 @@ def training_source(trainer: pl.Trainer) -> Any:
 
 
 def forget_loaders(trainer: pl.Trainer) -> None:
-    """Loaders are made again when they are needed."""
+    """Drop the loaders for training and validation: they are made again when they are needed."""
     loop = trainer.fit_loop
     loop._combined_loader = None
     loop.epoch_loop.val_loop._combined_loader = None
 
 
 def holders_of(module: pl.LightningModule, name: str) -> list[Any]:
-    """All that have an attribute: the module, its hyperparameters, its datamodule."""
+    """The objects that have an attribute, among the module, its datamodule, and the ``hparams`` of both."""
     return _lightning_get_all_attr_holders(module, name)
 
 
 def to_device(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> Any:
-    """The batch on the module's device, through all hooks that Lightning takes it through."""
+    """The batch on the module's device, passed through the hooks that Lightning calls on the way."""
     batch = trainer.precision_plugin.convert_input(batch)
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
     return call._call_strategy_hook(trainer, "batch_to_device", batch, dataloader_idx=0)

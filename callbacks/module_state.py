@@ -1,4 +1,4 @@
-"""What a training step may change, taken down so that the step can be undone."""
+"""Snapshots of what a training step may change, from which the step can be undone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_remat.callbacks.lightning_internals import MODULE_OWN
 from lightning_remat.exactness import is_foreign, undoing
 
 MOST_ENTERED = 10_000
-"""Items of a container that are looked at one by one; a longer one is put back as it was, and what is in it is not."""
+"""Items up to which a container is searched. Longer ones are not restored, except lists in the module's attributes."""
 
 _SIMPLE = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _INTERNAL = frozenset(vars(nn.Module())) | MODULE_OWN
@@ -33,12 +33,12 @@ _NOTHING = object()
 
 
 class Held(NamedTuple):
-    """A tensor that a module, what it leads to, or a batch holds.
+    """A tensor that a module, what can be reached from it, or a batch holds.
 
     Attributes:
-        place: the same from step to step: by it a tensor is found again that another one has taken the place of.
+        place: where it is held, the same from step to step: a tensor that replaces it is found under the same place.
         tensor: the tensor itself.
-        given: it belongs to the batch.
+        given: whether it belongs to the batch.
     """
 
     place: Hashable
@@ -48,11 +48,12 @@ class Held(NamedTuple):
 
 @dataclasses.dataclass
 class Known:
-    """What to look at, so that it need not be found out in every step.
+    """What a snapshot has to search, kept from earlier snapshots so that not every step searches everything.
 
     Attributes:
-        entered: ids of the containers and objects (beside modules and the batch) that are looked into; ``None`` for all.
-        parts: by its id, a module, how many attributes it had, and the names of those that are looked at.
+        entered: ids of the containers and objects (beside modules and the batch) that are searched; ``None`` for all.
+        parts: for each module, by its id: the module, how many attributes it had, and the names of those that are
+            searched.
     """
 
     entered: set[int] | None = None
@@ -60,21 +61,23 @@ class Known:
 
 
 class ModuleState:
-    """Tensors, random generators, and the module's own numbers, texts and containers, as they are now.
+    """A snapshot of a module: its tensors, random generators, numbers, texts and containers, as they are now.
 
-    Parameters, buffers, and what the attributes of the module and its parts lead to: tensors, containers, objects of the user's
-    own. Metrics that are deferred are left out: they are updated when a step has returned.
+    These are parameters, buffers, and what can be reached from attributes of the module and its submodules: tensors,
+    containers, objects of the user's own classes. Metrics that are deferred are left out: they are updated when a step
+    has returned.
 
     Args:
         module: the module.
-        device: whose random generator is taken down, beside those of the CPU, Python and NumPy.
+        device: its random generator is saved, beside those of the CPU, Python and NumPy.
         batch: what the step is given, and may change too.
-        copy: a copy of a tensor; ``None`` for one that is not copied. By default all are copied to host memory.
-        known: what to look at; by default everything.
+        copy: returns the copy of a tensor, or ``None`` for one that is not to be copied. By default all are copied to
+            host memory.
+        known: what to search; by default everything.
 
     Attributes:
-        tensors: all that were found, each once.
-        copied: which of them (indices) there are copies of.
+        tensors: all tensors that were found, each once.
+        copied: indices of those in ``tensors`` that were copied.
     """
 
     def __init__(
@@ -96,14 +99,14 @@ class ModuleState:
         copy = copy or on_host
         with torch.no_grad():
             kept = [(i, held.tensor, copy(held)) for i, held in enumerate(self.tensors)]
-        # Beside its copy, where each lies: `tensor.data = ...` moves it.
+        # With each copy, the memory that the tensor had: `tensor.data = ...` gives it another.
         self._copies = {i: (tensor, tensor.detach(), one) for i, tensor, one in kept if one is not None}
         self.copied = self._copies.keys()
         self._random = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002 - what users draw from
         self._device_random = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
 
     def restore(self) -> None:
-        """Put all of it back."""
+        """Put everything back as it was, as far as it was copied."""
         for owner, container, kept in self._containers:
             _put_back(container, kept, attributes=owner is not container)
         with torch.no_grad():
@@ -121,23 +124,23 @@ class ModuleState:
             torch.cuda.set_rng_state(self._device_random, self._device)
 
     def values(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
-        """Numbers and texts of the module and of what it leads to, as they are now, with where they stand."""
+        """The numbers and texts among the attributes and dicts of the snapshot, as they are now, each with its dict."""
         attributes = (one for _, one, _ in self._containers if isinstance(one, dict))
         return [
             (one, {k: v for k, v in one.items() if type(v) in _SIMPLE and k not in _LIGHTNINGS}) for one in attributes
         ]
 
     def copy_of(self, index: int) -> torch.Tensor:
-        """The copy of one of ``tensors``, as `written_once` has it."""
+        """The copy of one of ``tensors``, in the form that `written_once` gives."""
         return self._copies[index][2]
 
     def is_moved(self, index: int) -> bool:
-        """Whether one of those copied lies elsewhere now."""
+        """Whether a copied tensor has other memory now."""
         tensor, before, _ = self._copies[index]
         return _moved(tensor, before)
 
     def lively(self) -> set[int]:
-        """Ids of the containers and objects that lead to tensors, or have changed by now."""
+        """Ids of the containers and objects that lead to tensors, or that have changed since the snapshot."""
         own = {held.place[0] for held in self.tensors if not held.given and isinstance(held.place, tuple)}
         found = own | {id(owner) for owner, one, kept in self._containers if _differs(one, kept)}
         waiting = list(found)
@@ -155,7 +158,7 @@ def on_host(held: Held) -> torch.Tensor:
 
 
 def written_once(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or where several of its elements lie in one place, a view of its memory that has each once."""
+    """The tensor; where several of its elements share memory (an expanded one), a view that has each element once."""
     if tensor.is_contiguous():
         return tensor
     for dim, stride in enumerate(tensor.stride()):
@@ -166,7 +169,7 @@ def written_once(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def nbytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes that copies of these tensors take on a device, each on its own."""
+    """Bytes that copies of those of these tensors that are on a device take there, each in memory of its own."""
     kind = device.type
     return sum(block_bytes(written_once(one).nbytes, kind) for one in tensors if one.device.type == kind)
 
@@ -176,11 +179,11 @@ def _moved(tensor: torch.Tensor, before: torch.Tensor) -> bool:
 
 
 class _Walk:
-    """All that a module and a batch lead to."""
+    """A search for everything that can be reached from a module and a batch."""
 
     def __init__(self, known: Known) -> None:
         self.tensors: list[Held] = []
-        self.containers: list[tuple[Any, Any]] = []  # with what they belong to
+        self.containers: list[tuple[Any, Any]] = []  # each after the object that it belongs to
         self.generators: list[Any] = []
         self.parents: dict[int, int] = {}
         self._known = known
@@ -260,7 +263,7 @@ class _Walk:
         self._seen.add(id(value))
         if type(value) in _PLAIN:
             followed = not value.is_meta and value.layout is torch.strided
-        elif hasattr(value, "__tensor_flatten__"):  # its parts are what lies in memory
+        elif hasattr(value, "__tensor_flatten__"):  # a wrapper subclass: the memory is that of its inner tensors
             for part in value.__tensor_flatten__()[0]:
                 self._visit(value, part, getattr(value, part), given, waiting)
             return
@@ -292,7 +295,7 @@ def _differs(container: Any, kept: Any) -> bool:
 
 
 def _put_back(container: Any, kept: Any, attributes: bool) -> None:
-    """Items as they were; of attributes values alone: what stands in for a method while a step runs is none."""
+    """Put items back; of attributes only plain values and tensors, since others may stand in for methods just now."""
     if not _differs(container, kept):
         return
     if attributes:

@@ -17,12 +17,13 @@ from lightning_remat.planner import RematWarning
 def optimizer_state_bytes(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> int:
     """Bytes of optimizer state on ``device`` once every parameter has been updated.
 
-    State that exists is counted as it is. Where there is none yet, a copy of the optimizer takes a step on stand-ins for its
-    parameters, one of each shape at a time, and what that allocates is counted: nothing is guessed from its name.
+    State that exists is counted as it is. Where there is none yet, a copy of the optimizer takes a step on stand-ins
+    for its parameters, one of each shape at a time, and the state that it has then is counted: nothing depends on the
+    optimizer's name.
 
     Args:
         optimizers: as configured; they and their parameters are not changed.
-        device: whose bytes are counted.
+        device: only bytes on this device are counted.
 
     Returns:
         Bytes; 0 (with a warning) for an optimizer whose step cannot be tried, such as one that wants a closure.
@@ -62,7 +63,7 @@ def _bytes_for(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, device
     stand_in = memo[id(parameter)] = torch.nn.Parameter(torch.zeros_like(parameter))
     stand_in.grad = torch.zeros_like(parameter)
     rehearsal = object.__new__(type(optimizer))
-    # Not what belongs to the instance from outside: hooks, and a step that a scheduler has wrapped.
+    # Without what others have put on the instance: hooks, and a `step` that a scheduler has wrapped.
     own = {name: value for name, value in vars(optimizer).items() if not name.endswith("_hooks") and name != "step"}
     rehearsal.__dict__.update(copy.deepcopy(own, memo))
     for name in vars(optimizer).keys() - own.keys() - {"step"}:

@@ -1,7 +1,8 @@
 """Python state that a training step changes on its own module: counters (``self.seen += 1``), lists (``self.losses.append``).
 
-A captured graph holds for the values that it was captured with, so such a step would be captured anew every time. What a
-step has changed is found out by looking before and after; then a counter is declared as changing, and a list stood in for.
+Dynamo guards on such values, so that the step would be recompiled every time. What a step changes is found by comparing
+before and after it; then a counter is declared to Dynamo as dynamic, and a list is replaced by a stand-in
+(`GrowingList`).
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from lightning_remat.callbacks.lightning_internals import STEP_COUNTERS
 
 
 class OwnState:
-    """What a step changes.
+    """The counters and lists of a module that its training step was seen to change.
 
     Args:
-        module: whose ``training_step`` it is.
+        module: the module of the ``training_step``.
 
     Attributes:
-        sources: what changes from step to step and may be read in one, in Dynamo's words: the batch's number,
-            ``global_step``, ``current_epoch``, counters. A graph holds for all of their values, or, where the step branches
-            on one, for those that take the branch.
+        sources: patterns of Dynamo source names, separated by commas, for what changes from step to step and may be
+            read in one: the batch's index, ``global_step``, ``current_epoch``, counters. A graph is valid for all of
+            their values, or, where the step branches on one, for those that take the same branch.
         lists: names of the module's lists that grow.
     """
 
@@ -40,12 +41,12 @@ class OwnState:
 
     @property
     def sources(self) -> str:
-        """Patterns of the names that Dynamo has for what changes."""
+        """Patterns of Dynamo source names for what changes, separated by commas."""
         return ",".join([*self._always, *(rf"{self._self}\.{name}" for name in sorted(self._counters))])
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """While open, a step runs."""
+        """To be open while a step runs: notes the counters and lists that it changes."""
         attributes = vars(self._module)
         counters = {name: value for name, value in attributes.items() if type(value) is int}
         lengths = {name: len(value) for name, value in attributes.items() if type(value) is list}

@@ -1,4 +1,4 @@
-"""What is being done while the first batch is planned: a live line on a terminal, log lines elsewhere."""
+"""Progress while the first batch is planned: a live line on a terminal, log lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rich.text import Text
 log = logging.getLogger("lightning_remat")
 
 EVERY = 5.0
-"""Seconds after which the same kind of work is a log line again."""
+"""Seconds after which work that goes on is logged again."""
 
 
 class PlanningProgress:
-    """A callable that takes words; ``stop`` clears the live line.
+    """Reports progress: called with a text about the work that begins; ``stop`` clears the live line.
 
-    On a terminal the words stand in a line that is drawn over, with the seconds since the first of them; these run on while
-    nothing is said. Elsewhere, and where another live display has the terminal (a rich progress bar), each new kind of work is
-    one log line, and one more every few seconds that it goes on.
+    On a terminal the text is shown in one line that is redrawn, with the seconds since the first text, which run on
+    between calls. Elsewhere, and where another live display has the terminal (a rich progress bar), each new kind of
+    work is one log line, and one more every few seconds that it goes on.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -33,7 +33,7 @@ class PlanningProgress:
         self._started, self._logged = 0.0, 0.0
 
     def __call__(self, words: str) -> None:
-        """Say what is being done."""
+        """Report the work that begins now."""
         now = time.monotonic()
         self._started = self._started or now
         self._words = words
@@ -56,7 +56,7 @@ class PlanningProgress:
         return Text(f"rematerialization: {self._words} ({time.monotonic() - self._started:.0f} s)")
 
     def stop(self) -> None:
-        """Clear the line; the next words start anew."""
+        """Clear the line; the seconds of the next text count from zero."""
         if self._status is not None:
             self._status.stop()
             self._status = None

@@ -1,4 +1,4 @@
-"""The callback: a training step that fits its device, with the same numbers as before."""
+"""`RematCallback`: makes the training step of a Trainer fit a memory budget, with the same results bit for bit."""
 
 from __future__ import annotations
 
@@ -41,57 +41,64 @@ from lightning_remat.planner import AtHand, Plan, RematWarning
 from lightning_remat.runtime import ScheduledStep, is_compiled, unknown_torch
 
 DDP_SETTLES = 2
-"""Steps after which DDP has made its buckets anew, in the order in which gradients come: not steps like the others."""
+"""First steps, not measured under DDP: it rebuilds its buckets then, in the order in which gradients arrive."""
 
 FIRST_STEPS = 3
-"""Steps that are measured after each new plan, on CUDA: there the allocator itself keeps its peaks."""
+"""Steps that are measured after each new plan on CUDA, where that costs nothing: the allocator keeps its peak."""
 
 SHOWN = 3
-"""Parameters that a warning names."""
+"""Parameters that a warning names, at most."""
 
 
 class RematCallback(Callback):
     """Train within a memory budget by rematerialization, with bit for bit the same results.
 
-    The first batch is captured, every operation is measured on the device, and the cheapest schedule found within the
-    budget runs from then on; new input shapes get a plan of their own. Where the plain step fits anyway, it is left alone.
-    What cannot be captured trains as before, with one warning that names the reason.
+    The training step is captured with the first batch, every operation is measured on the device, and the cheapest
+    schedule found within the budget runs from then on; new input shapes get a plan of their own. Where the step fits
+    without rematerialization, with room to spare, it runs unchanged. What cannot be captured trains as before, with one
+    warning that names the reason.
 
     Args:
         budget: ``"auto"`` (what this device has), ``"min"`` (the smallest feasible), bytes, a size such as ``"8GiB"``, or a
             share in (0, 1] of what rematerialization can save: ``floor + share * (baseline peak - floor)``, where the floor
-            is what is held whatever the schedule. A budget counts everything on the device: parameters, buffers,
+            is what is held under every schedule. A budget counts everything on the device: parameters, buffers,
             gradients, optimizer state, batch, activations and workspaces.
         solver: one of `lightning_remat.solvers.available()`.
         time_limit: seconds that the solver may take for one plan.
         cost_model: ``"profile"`` measures each operation on the device; ``"roofline"``, ``"flops"`` and ``"unit"`` do not.
-        margin: share of the device that ``"auto"`` leaves unused.
-        background: begin to train on the first plan, made in about two seconds, while a process of its own searches on for
-            the rest of ``time_limit``; a cheaper plan is swapped in between two steps, with the same results.
+        margin: share of the device that ``"auto"`` leaves unused, in [0, 1).
+        background: begin to train on the first plan, made in about two seconds, while another process searches on for
+            ``time_limit``; a cheaper plan is swapped in between two steps, with the same results.
         allocator: ``"auto"`` switches expandable segments on (or reserves memory in one piece) during the fit, where a CUDA
             device's caching allocator would reserve more otherwise; ``"leave"`` leaves it alone.
         reserve: bytes that something else will need on the device during a step (an EMA copy, say).
-        solver_options: options of the solver.
+        solver_options: the solver's own options, see `lightning_remat.solvers.options_of`.
         measure: measure the peak of the step after each new plan, and at every logging interval. On the CPU the measured
             steps run under torch's profiler.
-        artifacts: save each plan (JSON) and its memory timeline (PNG) in the log directory.
-        plan_only: plan the first batch, say and save what was found, and stop before anything is trained.
+        artifacts: save each plan (JSON) and its memory timeline (PNG) in the log directory, and hand them to the
+            loggers.
+        plan_only: plan the first batch, print and save the plan, and train nothing.
         check: run the first step in eager mode too, from the same state, compare loss, gradients and buffers bit for bit, and
-            say what was found: that all are equal, or, as a warning, what differs first, why, and what to do. Training then
+            log the result: that all are equal, or, as a warning, what differs first, why, and what to do. Training then
             goes on from where it was, as without the check.
 
     Attributes:
+        config: the options, as a `RematCallbackConfig`.
         plan: the plan that ran last; ``None`` before the first batch.
         plans: all plans of this fit.
-        measured_peak_bytes: the largest measured peak of a step under ``plan``, everything counted; ``None`` if unmeasured.
-        check_report: what the check of this fit has found; ``None`` without one.
-        training_step: what the strategy runs during a fit; ``None`` before and after, and where nothing can be scheduled.
-        at_hand: schedules that `RematBatchSizeFinder` met in this fit; no plan that they fit is dearer.
+        measured_peak_bytes: the largest measured peak of a step of this fit, in bytes, everything counted; ``None`` if
+            none was measured.
+        check_report: the report of this fit's check (``check=True``); ``None`` without one.
+        training_step: the planned step, which the strategy runs during a fit; ``None`` before and after, and where
+            nothing can be scheduled.
+        at_hand: schedules that `RematBatchSizeFinder` met in this fit: where one fits, no dearer plan is taken.
 
     Raises:
-        ConfigError: for an option that cannot be used, or (in ``setup``) for a strategy that is not supported.
-        BudgetError: for a budget that cannot be understood, or is over what the device has.
-        InfeasibleBudgetError: on the first batch, when no schedule fits; it names the smallest feasible budget.
+        ConfigError: for an option that cannot be used, or (in ``setup``) for a strategy or a device that is not
+            supported, or a second `RematCallback`.
+        BudgetError: for a budget that cannot be understood, or (on the first batch) is over what the device has.
+        InfeasibleBudgetError: on the first batch of a shape, when no schedule fits; it names the smallest feasible
+            budget.
 
     Example:
         >>> import lightning as L
@@ -142,10 +149,10 @@ class RematCallback(Callback):
         self._announced = 0
         self._batches, self._told = 0, False
         self._measure_next = 0  # steps
-        self._over = False  # it was said that a step took more than predicted
-        self._limit: int | float | None = None  # `limit_train_batches`, while nothing is trained
+        self._over = False  # a warning was given that a step took more than predicted
+        self._limit: int | float | None = None  # the Trainer's `limit_train_batches`, while `plan_only` has set it to 0
         self._tracker = contextlib.ExitStack()
-        self._tracked: tuple[PeakMemory, int, int] | None = None  # with what is held, and how often plans had run
+        self._tracked: tuple[PeakMemory, int, int] | None = None  # with the bytes held, and how often plans had run
 
     @classmethod
     def from_config(cls, source: Mapping[str, Any] | str | Path) -> RematCallback:
@@ -171,12 +178,12 @@ class RematCallback(Callback):
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """All plans of this fit: one a captured graph and set of shapes."""
+        """All plans of this fit, in order; usually one for each captured graph and set of input shapes."""
         return tuple(self._step.plans) if self._step is not None else ()
 
     @property
     def runs(self) -> tuple[int, ...]:
-        """How often the forward of each plan has run."""
+        """How often the forward of each of `plans` has run."""
         return tuple(self._step.runs) if self._step is not None else ()
 
     @property
@@ -190,7 +197,7 @@ class RematCallback(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._undo()  # of a fit that ended in another callback's `on_exception`
+        self._undo()  # after a fit that ended in another callback's `on_exception`
         if sum(isinstance(one, RematCallback) for one in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ConfigError(
                 "this Trainer has more than one RematCallback: give one, only one of them can run the step"
@@ -221,14 +228,14 @@ class RematCallback(Callback):
                 progress.stop()
             self._announce(trainer)
         self._limit = trainer.limit_train_batches
-        trainer.limit_train_batches = 0  # what `should_stop` does not do where `min_epochs` is set
+        trainer.limit_train_batches = 0  # `should_stop` would not end a fit with `min_epochs`
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         progress = PlanningProgress()
 
         def planning(words: str) -> None:
-            self._stop_tracking()  # what planning allocates is not the step's
+            self._stop_tracking()  # what planning allocates is no part of the step's peak
             progress(words)
 
         step = self._scheduled(trainer, pl_module, planning)
@@ -239,7 +246,7 @@ class RematCallback(Callback):
     def _scheduled(
         self, trainer: pl.Trainer, module: pl.LightningModule, progress: Callable[[str], None]
     ) -> TrainingStep | None:
-        """The step of a new fit; ``None``, with a warning, where it cannot be scheduled."""
+        """The planned step of a new fit; ``None``, with a warning, where nothing can be scheduled."""
         self._step, self._announced, self._measure_next, self.measured_peak_bytes = None, 0, 0, None
         self._over = False
         self._batches, self._told, self.check_report = 0, False, None
@@ -273,7 +280,7 @@ class RematCallback(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._stop_tracking()  # of a batch that another hook has skipped
+        self._stop_tracking()  # left open by a batch that another hook has skipped
         self._batches += 1
         if self._step is None or not self.config.measure:
             return
@@ -334,11 +341,11 @@ class RematCallback(Callback):
         tell_check(trainer, step.scheduled.name, self.check_report, folder)
 
     def _announce(self, trainer: pl.Trainer) -> None:
-        """Say, log and save the plans that are new."""
+        """Print, log and save the plans that are new."""
         if self._step is None:
             return
         for number, plan in enumerate(self._step.plans[self._announced :], start=self._announced + 1):
-            # The next step of this kind: this one was disturbed by planning. Where it costs nothing, a few of them.
+            # Measure a later step, since planning has disturbed this one; where that costs nothing, a few of them.
             self._measure_next = FIRST_STEPS if trainer.strategy.root_device.type == "cuda" else 1
             if number == 1:
                 show_plan(trainer, plan)
@@ -374,7 +381,7 @@ class RematCallback(Callback):
         measured = held + peak.peak_bytes if peak.allocated_bytes is None else peak.allocated_bytes
         self.measured_peak_bytes = max(measured, self.measured_peak_bytes or 0)
         log_metrics(trainer, measured_metrics(plan, measured, peak.reserved_bytes))
-        scheduled = sum(self._step.runs) > runs  # not the plain step, where that fits
+        scheduled = sum(self._step.runs) > runs  # a plan has run, and not the unchanged step
         over = over_prediction(plan, peak, measured) if scheduled else ""
         if over and not self._over:
             self._over = True

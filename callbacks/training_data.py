@@ -1,4 +1,4 @@
-"""Batches of the training loader before the fit asks for any."""
+"""Batches of the training loader, before the fit has asked for any."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class TrainingData:
     """Batches of a training loader, of a size that can be set, before the fit has asked for any.
 
     Args:
-        trainer: of a fit that has begun.
-        module: of it.
-        name: of the attribute that holds the batch size; ``None`` where it stays as it is.
-        make: makes the loader from a batch size, where no attribute does.
+        trainer: the Trainer, in a fit that has begun.
+        module: the module that is trained.
+        name: name of the attribute that holds the batch size; ``None`` if the batch size is not to be changed.
+        make: makes the loader from a batch size, in place of such an attribute.
 
     Attributes:
-        before: the batch size that was set; 0 where it stays as it is.
+        before: the batch size before any change; 0 if it is not to be changed.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class TrainingData:
         return loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, "max_size_cycle")
 
     def set(self, size: int) -> None:
-        """Make the loaders with another batch size, from now on."""
+        """From now on, make the loaders with another batch size."""
         if self._make is not None:
             self._source.instance = self._make(size)
         elif self._name is not None:
@@ -64,13 +64,13 @@ class TrainingData:
         forget_loaders(self._trainer)
 
     def put_back(self) -> None:
-        """Make the loaders as they were before."""
+        """From now on, make the loaders with the batch size from before any change."""
         self.set(self.before)
         for holder, value in self._held:
             _set(holder, str(self._name), value)
 
     def samples(self) -> int | None:
-        """How many samples a process has; ``None`` where that is not known."""
+        """How many samples of the training data each process gets; ``None`` where that is not known."""
         try:
             lengths = [len(loader.dataset) for loader in self._loader().flattened]
         except (TypeError, AttributeError, NotImplementedError):
@@ -78,7 +78,7 @@ class TrainingData:
         return max(1, min(lengths) // self._trainer.world_size) if lengths else None
 
     def batch(self, size: int) -> Any:
-        """A batch of so many samples, on the device.
+        """A batch of ``size`` samples, on the device.
 
         Raises:
             ConfigError: where the loader gives another number of samples.
@@ -100,7 +100,7 @@ class TrainingData:
         return self._on_device(batch)
 
     def first(self) -> Any:
-        """A batch as it will come, on the device."""
+        """A first batch of the loader as it is, on the device."""
         return self._on_device(self._next())
 
     def _next(self) -> Any:

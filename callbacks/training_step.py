@@ -1,4 +1,4 @@
-"""A module's training step, run as scheduled where the strategy would run it plain."""
+"""A module's ``training_step``, run by its plan in place of the plain one that the strategy would run."""
 
 from __future__ import annotations
 
@@ -32,21 +32,22 @@ from lightning_remat.runtime import ScheduledStep
 
 
 class TrainingStep:
-    """Called as ``training_step``, with what a captured step cannot hold (``self.log``, metrics, own state) around it.
+    """A planned ``training_step``, with what cannot be captured (``self.log``, metrics, own state) done around it.
 
     Args:
-        trainer: of a fit that has begun: strategy and optimizers are there.
-        module: whose ``training_step`` it is.
+        trainer: the Trainer, in a fit that has begun: strategy and optimizers are set up.
+        module: the module of the ``training_step``.
         config: how to plan; the same in all processes.
         reserve: bytes that something else will need on the device.
-        progress: told in words what is being done.
+        progress: called with a text about the work in progress.
         leave_alone, at_hand: see `ScheduledStep`.
         alone: plan in this process only, with ``config`` as it is.
 
     Attributes:
-        scheduled: what is captured, planned and run.
-        config: with what all processes have agreed on.
-        guard: calls the step; a strategy may put in one that calls it again when it fails.
+        scheduled: the step that is captured, planned and run.
+        config: the options that all processes have agreed on.
+        guard: calls the step, which it is given as a function; a strategy may set one that repeats the step when it
+            fails.
         rehearsal: while this is set, what the step logs and gives to metrics is dropped.
         first: called with the arguments of the first step, before it runs.
     """
@@ -70,7 +71,7 @@ class TrainingStep:
         self._deferred, self._own_state = Deferred(module), OwnState(module)
         self.config = config if alone else agreed_config(trainer, module, config)
 
-        def beside() -> Surroundings:  # a strategy may come to keep more than it did at first
+        def beside() -> Surroundings:  # asked for each plan: a strategy may keep more than it did at first
             return surroundings(trainer, module, reserve + getattr(trainer.strategy, "reserved_bytes", 0))
 
         self.scheduled = ScheduledStep(
@@ -103,14 +104,14 @@ class TrainingStep:
         return self._deferred.settle(output, log=self._logs)
 
     def install(self, after: Callable[[], None] = lambda: None) -> None:
-        """From now on the strategy runs this; ``after`` is called when a step has run, however it ended."""
+        """Make the strategy run this step; ``after`` is called after each run, also when it raises."""
         unpatched = self._strategy.training_step
 
         def training_step(*args: Any, **kwargs: Any) -> Any:
             first, self.first = self.first, None
             if first is not None:
                 first(args, kwargs)
-            # On the module for as long as it runs: copies, checkpoints and pickles of the module are what they were.
+            # Only while it runs, so that copies, checkpoints and pickles of the module do not have it.
             with standing_in(self._module, "training_step", self):
                 try:
                     return unpatched(*args, **kwargs)
@@ -120,7 +121,7 @@ class TrainingStep:
         self._strategy.training_step = training_step  # type: ignore[method-assign]
 
     def rehearse(self, batch: Any) -> Any:
-        """Run once outside of training: nothing is logged, and no other process takes part. Returns what the step does."""
+        """Run the step on a batch outside of training, in this process alone, and return its output; log nothing."""
         numbered = is_param_in_hook_signature(self._module.training_step, "batch_idx", min_args=2)
         self.rehearsal = True
         self.install()
@@ -132,7 +133,7 @@ class TrainingStep:
             self.remove()
 
     def unlogged(self, *args: Any, **kwargs: Any) -> Any:
-        """Run once outside of training, in this process alone: metrics are given what is theirs, and nothing is logged."""
+        """Run once outside of training, in this process alone: metrics are updated, and nothing is logged."""
         self._logs = False
         try:
             with standing_in(self._module, "training_step", self), self._strategy.precision_plugin.train_step_context():
@@ -141,7 +142,7 @@ class TrainingStep:
             self._logs = True
 
     def eager(self, *args: Any, **kwargs: Any) -> Any:
-        """The same, of the module's own ``training_step``."""
+        """Run the module's own ``training_step`` in eager mode, in the way of `unlogged`."""
         with contextlib.ExitStack() as stack:
             for name in ("log", "log_dict"):
                 stack.enter_context(standing_in(self._module, name, _ignored))
@@ -149,13 +150,13 @@ class TrainingStep:
             return self.scheduled.function(*args, **kwargs)
 
     def remove(self) -> None:
-        """The strategy runs the plain step again."""
+        """Make the strategy run the plain step again, and close the planned one."""
         self.scheduled.close()
         vars(self._strategy).pop("training_step", None)
 
 
 def _ignored(*_args: Any, **_kwargs: Any) -> None:
-    """In the place of ``log``."""
+    """Stands in for ``log`` and ``log_dict``."""
 
 
 def _unguarded(run: functools.partial[Any]) -> Any:
@@ -163,9 +164,9 @@ def _unguarded(run: functools.partial[Any]) -> Any:
 
 
 def surroundings(trainer: pl.Trainer, module: pl.LightningModule, reserve: int = 0) -> Surroundings:
-    """What the device holds: the module, its gradients, what reduces them, and the optimizers' state."""
+    """What the device holds in a training step: the module, its gradients, DDP's buckets, and the optimizers' state."""
     device = trainer.strategy.root_device
-    in_buckets = gradients_in_buckets(trainer)  # gradients take nothing beside the buckets then
+    in_buckets = gradients_in_buckets(trainer)  # then gradients take no memory of their own
     state = optimizer_state_bytes(trainer.optimizers, device)
     return Surroundings(
         module_bytes=held_bytes(module, device=device),
@@ -186,7 +187,7 @@ def _accumulates(trainer: pl.Trainer) -> bool:
 
 
 def _adds_gradients_alone(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """Whether each backward does nothing but add the step's gradients to those at hand, and is never repeated."""
+    """Whether each backward only adds the step's gradients to the parameters' existing ones, and is never repeated."""
     own = "backward" in vars(module) or type(module).backward is not pl.LightningModule.backward
     plain = type(trainer.precision_plugin).backward is Precision.backward
     single = isinstance(trainer.strategy, SingleDeviceStrategy) and not hasattr(trainer.strategy, "recover_with")
@@ -198,7 +199,7 @@ _NOTHING = object()
 
 @contextlib.contextmanager
 def standing_in(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
-    """``stand_in`` as an attribute of the object itself, in front of its class's."""
+    """While open, the instance ``owner`` has ``stand_in`` as its attribute ``name``, in front of its class's."""
     attributes = vars(owner)
     before = attributes.get(name, _NOTHING)
     attributes[name] = stand_in

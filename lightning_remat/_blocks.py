@@ -1,15 +1,16 @@
-"""What the allocator of a device makes of a size."""
+"""How many bytes a device's allocator takes for a storage of a given size."""
 
 from __future__ import annotations
 
 CUDA_BLOCK_BYTES = 512
-"""The caching allocator's unit: every block is a multiple of it."""
+"""The CUDA caching allocator's unit, in bytes: every block is a multiple of it."""
 
 
 def block_bytes(nbytes: int, device_type: str) -> int:
-    """Bytes of the block that holds a storage of ``nbytes`` on a device of this type; nothing takes none.
+    """Bytes that the allocator of a device of this type takes for a storage of ``nbytes``; 0 for an empty one.
 
-    On CUDA it is that of the caching allocator with its own settings (``roundup_power2_divisions`` rounds further).
+    On CUDA these are whole blocks of the caching allocator with its default settings (``roundup_power2_divisions``
+    would round further).
     """
     if device_type != "cuda":
         return nbytes

@@ -1,4 +1,4 @@
-"""Where things lie that are kept between runs, and how they are written."""
+"""Files that are kept between runs: where they lie, how they are replaced, and how many stay."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 
 
 def cache_directory() -> Path:
-    """``$LIGHTNING_REMAT_CACHE``, else ``lightning_remat`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
+    """The cache: ``$LIGHTNING_REMAT_CACHE``, else ``lightning_remat`` in ``$XDG_CACHE_HOME`` or ``~/.cache``.
 
-    A user without a home has one among the temporary files, which nobody else can write.
+    For a user without a home it is a directory below the system's temporary one that no other user can write to.
     """
     own = os.environ.get("LIGHTNING_REMAT_CACHE")
     if own:
@@ -34,7 +34,7 @@ def cache_directory() -> Path:
 
 @functools.lru_cache
 def _among_temporary_files(parent: Path) -> Path:
-    """A directory of this user's. Others may write there: what lies there under our name need not be ours."""
+    """This user's own directory in ``parent``; one of the same name that another user has made is not taken."""
     user = os.getuid() if hasattr(os, "getuid") else None
     folder = parent / ("lightning_remat" if user is None else f"lightning_remat-{user}")
     with contextlib.suppress(FileExistsError):
@@ -54,13 +54,15 @@ def _among_temporary_files(parent: Path) -> Path:
 
 
 def replace_file(path: str | Path, text: str) -> None:
-    """Write the whole file in one step: a reader sees all of it or what was there before.
+    """Replace a file atomically: a reader sees the whole new text, or what was there before.
+
+    A path that exists and is no regular file (a pipe, a terminal) is written to directly.
 
     Raises:
         OSError: when it cannot be written.
     """
     path = Path(path)
-    if path.exists() and not path.is_file():  # a pipe, a terminal: nothing to put in the place of
+    if path.exists() and not path.is_file():  # a pipe, a terminal: no other file can take its place
         path.write_text(text, encoding="utf-8")
         return
     temporary = path.with_name(f"{path.stem}-{secrets.token_hex(8)}.tmp")
@@ -75,9 +77,9 @@ def replace_file(path: str | Path, text: str) -> None:
 
 
 def forget_the_oldest(files: Iterable[Path], most: int) -> None:
-    """Keep as many of these files, the ones that were written or touched last."""
+    """Delete all of these files but the ``most`` that were written or touched last."""
     for file in sorted(files, key=_age)[most:]:
-        with contextlib.suppress(FileNotFoundError):  # another process forgot it first
+        with contextlib.suppress(FileNotFoundError):  # another process has deleted it first
             file.unlink()
 
 

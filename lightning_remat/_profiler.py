@@ -1,4 +1,4 @@
-"""Living with torch's profiler: only one can run, and it talks to the terminal."""
+"""Sharing torch's profiler with the user: only one can run at a time, and it writes to the terminal."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import torch
 from lightning_remat.capture import _torch as internals
 
 _giving_way: list[tuple[int, Callable[[], None]]] = []
-"""What ends the measurements under way that may end early, and the thread of each: no other can stop its profiler."""
+"""The running measurements that may be cut short: the thread, which alone can stop its profiler, and what ends it."""
 
 
 @contextmanager
 def giving_way(end: Callable[[], None] | None) -> Iterator[None]:
-    """While this is entered, `make_way` calls ``end``, which stops a profiler of ours that runs; ``None``: nothing can."""
+    """While open, `make_way` may call ``end`` to stop this block's profiler; ``None``: it cannot be cut short."""
     if end is None:
         yield
         return
@@ -32,7 +32,7 @@ def giving_way(end: Callable[[], None] | None) -> Iterator[None]:
 
 
 def make_way() -> None:
-    """Before a profiler is started: end what is measured meanwhile on this thread, where that may end early."""
+    """Call before a profiler is started: ends the measurements on this thread that may be cut short."""
     for thread, end in list(_giving_way):
         if thread == threading.get_ident():
             end()
@@ -47,21 +47,24 @@ def profiler_in_use() -> bool:
     """Whether a torch profiler records now, or is set up to record later (`torch.profiler.profile` with a schedule).
 
     The second kind matters: to start another profiler while one warms up crashes the process. There is no public way to
-    ask; but a profiler that has been set up and not yet left is among those that count steps.
+    ask; but a profiler that was entered and not yet exited is registered with torch's step counter.
     """
     return profiler_running() or internals.profiling_anywhere() or "ProfilerStep" in internals.profilers_counting()
 
 
 def cpu_allocations(recorder: Any) -> list[tuple[int, int, int]]:
-    """What a ``torch.autograd.profiler.profile`` has recorded: the moment, the address and the bytes of each change."""
+    """The allocations and releases that a ``torch.autograd.profiler.profile`` has recorded, in no order.
+
+    Each is the moment in nanoseconds, the address, and the bytes (negative if released).
+    """
     return internals.allocations(recorder)
 
 
 @contextmanager
 def quiet_profiler() -> Iterator[None]:
-    """Keep the profiler's own lines ("USDT: ... profiler_start") off the user's terminal, unless the user set a level.
+    """Keep the profiler's own lines ("USDT: ... profiler_start") off the terminal, unless ``KINETO_LOG_LEVEL`` is set.
 
-    The level is read once, when the first profiler of the process starts.
+    That level is read once, when the first profiler of the process starts.
     """
     name = "KINETO_LOG_LEVEL"
     if name in os.environ:
@@ -75,25 +78,25 @@ def quiet_profiler() -> Iterator[None]:
 
 
 class QuietReleases:
-    """Keeps off the user's terminal what torch says when a CPU block is released that was allocated before the profile.
+    """Keeps off the terminal what torch writes when CPU blocks are released that are older than the profile.
 
-    It says so, past Python and at a level that is read when torch is loaded, of the first, the 1001st, the 2001st ... such
-    block of the process. Blocks made for it, released while the terminal is turned away until torch has said its line, use
-    that one up; the 999 after it are silent.
+    Torch's C++ code writes it (at a log level that is read when torch is loaded) for the first, the 1001st, the 2001st
+    ... such block of the process. So blocks are allocated before the profile, and released with the standard error
+    redirected, until torch has written its line; the next 999 releases are silent.
     """
 
     SAID_EVERY = 1000
     _LINE = b"allocated before the profiling started"
 
     def __init__(self, expected: int) -> None:
-        """Make this before the profiler starts. ``expected``: how many releases `released` will be told of, at most."""
+        """Make this before the profiler starts. ``expected``: how often `released` will be called, at most."""
         self._blocks = [torch.empty(1, device="cpu") for _ in range(self.SAID_EVERY + expected)]
         self._since = 0
 
     def start(self) -> None:
-        """The profiler has started: from here on no block that is older is mentioned."""
+        """Call when the profiler has started: from here on torch is silent about the release of older blocks."""
         self._since = 0
-        if not self._blocks:  # none was mentioned: torch's level of logging is higher, or another thread is asked
+        if not self._blocks:  # torch wrote nothing: its log level is higher, or the profiler is another thread's
             return
         try:
             terminal = os.dup(2)
@@ -112,11 +115,14 @@ class QuietReleases:
                 os.close(terminal)
             said.seek(0)
             others = b"".join(line for line in said.read().splitlines(keepends=True) if self._LINE not in line)
-        if others:  # of other threads, meanwhile
+        if others:  # written by other threads meanwhile
             os.write(2, others)
 
     def released(self) -> None:
-        """An older block was released: begin again in time. Half of the silent ones are for blocks nobody tells of."""
+        """Call when an older block was released: uses up torch's next line in time.
+
+        Half of the silent releases are left for blocks whose release is not reported here.
+        """
         self._since += 1
         if self._since >= self.SAID_EVERY // 2:
             self.start()

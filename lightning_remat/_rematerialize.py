@@ -17,7 +17,11 @@ from lightning_remat.runtime import ScheduledStep
 
 
 class Rematerialized:
-    """What `rematerialize` returns: call it as the module or function that it stands for."""
+    """What `rematerialize` returns: call it in the place of the module or function that it was made from.
+
+    Attributes:
+        original: that module or function.
+    """
 
     def __init__(
         self, step: ScheduledStep, original: Callable[..., Any], again: Callable[[Any], Rematerialized]
@@ -31,21 +35,21 @@ class Rematerialized:
         return self._step(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rematerialized:
-        """The same for a copy of the module: captured and planned on its own first call."""
+        """The same around a copy of the module, which is captured and planned on its own first call."""
         return self._again(copy.deepcopy(self.original, memo))
 
     def close(self) -> None:
-        """End what searches on in the background; the plans at hand stay."""
+        """End the search in the background, and put the CUDA allocator's settings back; the plans made so far stay."""
         self._step.close()
 
     @property
     def scheduled(self) -> ScheduledStep:
-        """What captures, plans and runs it."""
+        """The step that captures, plans and runs `original`."""
         return self._step
 
     @property
     def modules(self) -> Sequence[torch.nn.Module]:
-        """The modules that the original is, belongs to, or names."""
+        """The modules that `original` is, is a method of, or refers to in its closure and globals."""
         return tuple(_modules_of(self.original))
 
     @property
@@ -55,12 +59,12 @@ class Rematerialized:
 
     @property
     def plans(self) -> Sequence[Plan]:
-        """All plans: one a captured graph and set of shapes."""
+        """All plans, in the order they were made; usually one for each captured graph and set of input shapes."""
         return tuple(self._step.plans)
 
     @property
     def runs(self) -> Sequence[int]:
-        """How often the forward of each plan has run."""
+        """How often the forward of each of `plans` has run."""
         return tuple(self._step.runs)
 
     @property
@@ -73,7 +77,7 @@ class Rematerialized:
 
 
 def _modules_of(function: Callable[..., Any]) -> list[torch.nn.Module]:
-    """The modules that a function is, belongs to, or names, itself or through functions that it closes over."""
+    """The modules that a function is, is a method of, or refers to, itself or through functions that it closes over."""
     found: dict[int, torch.nn.Module] = {}
     waiting, seen = [function], set()
     while waiting:
@@ -112,26 +116,30 @@ def rematerialize(
 ) -> Rematerialized:
     """Run a module's forward, or a function, within a memory budget, with the same results bit for bit.
 
-    The step is captured and planned on its first call, and again for new input shapes. The module itself is not changed:
-    call what is returned instead of it. Put the loss inside, as far as you can: what is computed outside has no
-    schedule, and is only left room for.
+    The step is captured and planned on its first call, and again for new input shapes. The module itself is not
+    changed: call what is returned instead of it. What cannot be captured runs as before, and a `RematWarning` says why.
+    Compute the loss inside where you can: what is computed outside is not scheduled, and counts in the budget only once
+    its memory was measured (in the second call, where that is possible).
 
     Args:
         module_or_function: a module, or a function of tensors (nested in containers or not) that may call modules.
-        budget: ``"auto"`` (what the device has), ``"min"``, bytes, a size such as ``"600MiB"``, or a share in (0, 1] of
-            what rematerialization can save (``floor + share * (baseline - floor)``). It counts parameters, buffers,
-            inputs, gradients, activations and workspaces, but no optimizer, of which this function knows nothing.
-        old_gradients: gradients of the step before are still there while the forward runs (``zero_grad`` comes after the
-            forward, as in Lightning, or not at all); ``False`` where they are dropped before.
-        resident_bytes: bytes that are held on the device beside (an optimizer's state, say) and count in the budget.
+        budget: ``"auto"`` (what the device has), ``"min"`` (the smallest feasible), bytes, a size such as ``"600MiB"``,
+            or a share in (0, 1] of what rematerialization can save (``floor + share * (baseline - floor)``, see
+            `Budget.resolve`). It counts parameters, buffers, inputs, gradients, activations and workspaces, but not the
+            optimizer's state, which this function does not know: give its size as ``resident_bytes``.
+        old_gradients: whether the gradients of the previous step are still there while the forward runs (``zero_grad``
+            comes after the forward, as in Lightning, or not at all); ``False`` where they are dropped before.
+        resident_bytes: bytes that something else (an optimizer's state, say) holds on the device; they count in the
+            budget.
         **options: fields of `RematConfig`: ``solver``, ``time_limit``, ``solver_options``, ``cost_model``, ``margin``,
             ``background``, ``allocator``.
 
     Returns:
-        A callable with the same signature, and with ``plan`` and ``plans``.
+        A callable with the same signature, and with ``plan``, ``plans``, ``runs``, ``failures`` and ``close()``.
 
     Raises:
         ConfigError, BudgetError: at once, for options that cannot be used.
+        BudgetError: on a call, for a size over what the device has.
         InfeasibleBudgetError: on a call, when no schedule fits; it names the smallest feasible budget.
 
     Example:
@@ -146,8 +154,8 @@ def rematerialize(
         raise ConfigError(f"rematerialize takes a module or a function, not {type(module_or_function).__name__}")
     config = RematConfig.from_mapping({"budget": budget, **options})
     if isinstance(module_or_function, torch.nn.Module):
-        # A plain function around the call: the frame of `Sequential.forward` lies in torch's own files, where Dynamo
-        # captures nothing, and hooks would be lost.
+        # A plain function around the call: `Sequential.forward` is in torch's own files, which Dynamo skips, and hooks
+        # would be lost.
         module = module_or_function
 
         def function(*args: Any, **kwargs: Any) -> Any:

@@ -66,11 +66,12 @@ class Budget:
         """The budget in bytes.
 
         Args:
-            floor_bytes: held whatever the schedule (`ComputationGraph.floor_bytes`).
+            floor_bytes: held under every schedule (`ComputationGraph.floor_bytes`).
             baseline_bytes: the peak without rematerialization.
             smallest: finds the smallest feasible budget in bytes; called for ``"min"`` only.
             device_bytes: the bytes that the step may use on its device (see `device_bytes`); called for ``"auto"`` only.
-            total_bytes: all the bytes that the device has (see `device_total_bytes`); called for a size only, where given.
+            total_bytes: all the bytes that the device has (see `device_total_bytes`); called for a size only. By
+                default a size is not compared with it.
 
         Returns:
             For a share ``s``: ``floor + s * (baseline - floor)``, rounded up to a whole byte. For ``"auto"``: what
@@ -174,7 +175,7 @@ def _refused(given: object, why: str) -> BudgetError:
 
 
 def device_bytes(device: torch.device | str, margin: float = 0.05, held_bytes: int = 0, *, processes: int = 1) -> int:
-    """Bytes that a training step of this process may use on ``device``, all that it holds already included.
+    """Bytes that a training step of this process may use on ``device``, including all that it holds there already.
 
     On CUDA that is what is free plus what this process's allocator has reserved, within the fraction that
     `torch.cuda.set_per_process_memory_fraction` leaves it. On CPU it is what the system could still give, within the limits
@@ -182,7 +183,7 @@ def device_bytes(device: torch.device | str, margin: float = 0.05, held_bytes: i
 
     Args:
         device: a CPU or CUDA device; ``"cuda"`` is the current one.
-        margin: share of the result to leave unused, in [0, 1), for what the allocator does not count.
+        margin: share of that to leave unused, in [0, 1), for memory that torch's allocator does not count.
         held_bytes: what the step holds on the device already (parameters, buffers, optimizer state; see
             `lightning_remat.measure.held_bytes`). Counted on CPU only: there it is missing from what is available. On CUDA
             the allocator knows it, and it is not counted a second time.
@@ -229,7 +230,7 @@ def _device(device: torch.device | str) -> torch.device:
         raise BudgetError(
             f"how much memory a {where.type!r} device has is not known here: give the budget as a size, such as '8GiB'"
         )
-    if where.type == "cuda" and where.index is None:  # not all of torch's functions take it so
+    if where.type == "cuda" and where.index is None:  # some of torch's functions want an index
         where = torch.device("cuda", torch.cuda.current_device())
     return where
 
@@ -262,7 +263,7 @@ def _meminfo(root: Path, field: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _ControlGroup:
-    """Bytes that a control group may use, and uses for other things than files that can be dropped."""
+    """A control group's memory limit, and what it uses without file caches that can be dropped, both in bytes."""
 
     limit: int
     used: int
@@ -270,7 +271,7 @@ class _ControlGroup:
 
 @dataclasses.dataclass(frozen=True)
 class _Hierarchy:
-    """Where a version of control groups keeps its numbers."""
+    """Where one version of control groups has its files: the mount point, and the names of the numbers."""
 
     mount: str
     limit: str

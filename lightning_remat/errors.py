@@ -8,7 +8,7 @@ class RematError(Exception):
 
 
 class GraphError(RematError, ValueError):
-    """A computation graph that breaks its own rules, or a graph file that cannot be read."""
+    """A computation graph that breaks its own rules, or a graph or plan file that cannot be read."""
 
 
 class ScheduleError(RematError, ValueError):
@@ -16,7 +16,7 @@ class ScheduleError(RematError, ValueError):
 
 
 class BudgetError(RematError, ValueError):
-    """A budget that cannot be understood, or that is over what the device has."""
+    """A budget that cannot be understood or used, or that is over what the device has."""
 
 
 class SolverError(RematError, ValueError):
@@ -39,10 +39,10 @@ class InfeasibleBudgetError(RematError, RuntimeError):
     """No schedule was found within the budget.
 
     Attributes:
-        budget_bytes: the budget asked for.
-        smallest_bytes: the smallest budget for which a schedule was found.
-        op: the operation at whose moment that smallest peak occurs.
-        module: the user's module path of that operation ("" where it is unknown).
+        budget_bytes: the budget asked for, in bytes.
+        smallest_bytes: the smallest budget for which a schedule was found, in bytes.
+        op: name of the operation during which the peak of that schedule occurs.
+        module: path of the module that the operation belongs to ("" where it is unknown).
     """
 
     def __init__(self, budget_bytes: int, smallest_bytes: int, op: str, module: str) -> None:

@@ -1,11 +1,11 @@
 """Peak memory as the allocator saw it: the check on every number that a plan predicts.
 
-On CUDA the caching allocator keeps the peak itself. On CPU there is no such counter; torch's profiler records every
-allocation, and every release of what was allocated while it ran; releases of what existed before are noted beside it; and
-the running sum of all these has the peak. Both count bytes *relative to the start of the call*: what was held before counts
-as zero, and releasing some of it makes room that later allocations fill without raising the peak.
+On CUDA the caching allocator keeps the peak itself. On CPU there is no such counter: torch's profiler records every
+allocation, and every release of what was allocated while it ran; weak references note releases of older storages; and
+the peak is the largest running sum of these. Both count bytes *relative to the start of the call*: what was held before
+counts as zero, and releasing some of it makes room that later allocations fill without raising the peak.
 
-What lies outside torch's allocators (Python objects, a library's own scratch space) is not seen; on CPU neither are a
+What is outside torch's allocators (Python objects, a library's own scratch space) is not seen; on CPU neither are a
 storage that existed before and is resized in place, and threads other than the calling one and autograd's.
 """
 
@@ -44,7 +44,7 @@ PROFILER_RUNS = (
 
 
 class Stretch(NamedTuple):
-    """A part of a measured block, in bytes beyond what was held when the block began (negative where less is held).
+    """The memory of a part of a measured block, in bytes beyond what was held when the block began (or negative).
 
     Attributes:
         begin_bytes: what is held when it begins.
@@ -63,11 +63,12 @@ class PeakMemory:
         device: where it was measured.
         peak_bytes: the most that the allocator held at any moment of the block, beyond what it held when the block began
             (never negative); ``None`` until the block ends, and where it could not be measured.
-        allocated_bytes, reserved_bytes: on CUDA, the most that blocks and segments took, all that was there before included;
-            ``None`` on the CPU.
-        reserved_more: segments grew during the block.
+        allocated_bytes, reserved_bytes: on CUDA, the most that was allocated, and reserved, during the block, in bytes,
+            including what was there before; ``None`` on the CPU.
+        reserved_more: whether more was reserved during the block than when it began.
         reason: why it could not be measured ("" where it could).
-        stretches: of the block, one more than there are calls of `mark`; empty until it ends, and where it was not measured.
+        stretches: the parts of the block, between calls of `mark`: one more than there are calls. Empty until the block
+            ends, and where it was not measured.
     """
 
     device: torch.device
@@ -80,7 +81,7 @@ class PeakMemory:
     _mark: Callable[[], None] = lambda: None
 
     def mark(self) -> None:
-        """Here a new stretch begins."""
+        """Begin a new stretch."""
         self._mark()
 
 
@@ -126,7 +127,8 @@ def track_peak(
 
     Args:
         device: as for `peak_memory`.
-        give_way: ends the block, called before anything else is measured on the CPU.
+        give_way: called when something else is to be measured on the CPU while the block is open; it must end the
+            block. By default the block goes on, and the other measurement is not made.
 
     Yields:
         A `PeakMemory`, whose ``peak_bytes`` is set when the block ends, by an exception too.
@@ -141,9 +143,9 @@ def track_peak(
 
 
 def held_bytes(*objects: object, gradients: bool = False, device: torch.device | str | None = None) -> int:
-    """Bytes of the distinct storages on which the tensors in ``objects`` lie; on CUDA, of the allocator's blocks for them.
+    """Bytes of the distinct storages of the tensors in ``objects``; on CUDA, of the allocator's blocks for them.
 
-    A storage counts once and whole, however many tensors lie on it and however little of it they show. Tensors that hold
+    A storage counts once and whole, however many tensors share it and however little of it they view. Tensors that hold
     no memory (meta, fake, lazy) count nothing.
 
     Args:
@@ -173,11 +175,11 @@ def held_bytes(*objects: object, gradients: bool = False, device: torch.device |
 
 
 _on_cuda: list[_CudaPeak] = []
-"""What is tracked now: the allocator has one peak, which begins anew for each stretch."""
+"""The blocks that are tracked now: they share the allocator's one peak counter, which is reset for each stretch."""
 
 
 class _CudaPeak:
-    """The peaks of one block and its stretches, while the allocator's own is reset for other blocks and stretches too."""
+    """The peaks of one block and its stretches, kept while the allocator's counter is reset for other blocks too."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -188,7 +190,7 @@ class _CudaPeak:
         self._begin, self._peak = self.start, 0
 
     def note(self) -> None:
-        """Before the allocator's peak is reset."""
+        """Take over the allocator's peak, before it is reset."""
         allocated = torch.cuda.max_memory_allocated(self.device)
         self._peak, self.allocated = max(self._peak, allocated), max(self.allocated, allocated)
         self.reserved = max(self.reserved, torch.cuda.max_memory_reserved(self.device))
@@ -239,7 +241,7 @@ def _track_cpu(peak: PeakMemory, give_way: Callable[[], None] | None) -> Iterato
         peak.reason = PROFILER_RUNS
         yield
         return
-    gc.collect()  # what nobody holds would seem to make room when it is collected in the midst of the block
+    gc.collect()  # garbage that is collected during the block would count as room that the block made
     changes: list[_Change] = []
     marks: list[int] = []
     peak._mark = lambda: marks.append(time.time_ns())
@@ -312,7 +314,7 @@ def _storages_on_cpu() -> list[torch.UntypedStorage]:
         if issubclass(type(thing), torch.Tensor):
             for tensor in (thing, thing.grad if thing.is_leaf else None):
                 for storage in _storages(tensor) if tensor is not None else ():
-                    # Whatever tensors there are in the process: a subclass may answer with what is no storage.
+                    # These are all tensors of the process, and a subclass may return something that is no storage.
                     ours = isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu"
                     if ours and not storage.is_shared():
                         storages[id(storage)] = storage
@@ -324,8 +326,8 @@ def _watch_releases(
 ) -> list[weakref.ref[torch.UntypedStorage]]:
     """Note into ``changes`` when one of the storages is released, as long as the result is kept.
 
-    The old gradients are such: they are dropped in the middle of a step. A storage's Python object lives as long as the
-    storage does, whoever holds it. The profiler's clock and `time.time_ns` are the same.
+    The previous step's gradients are such storages: they are dropped in the middle of a step. A storage's Python object
+    lives as long as the storage does, whoever holds it. The profiler's clock and `time.time_ns` are the same.
     """
 
     def note(nbytes: int, _: object) -> None:

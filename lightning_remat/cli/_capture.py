@@ -1,4 +1,4 @@
-"""``capture``: a module and a batch, made by a function of the user's, to a computation graph with costs."""
+"""The command ``capture``: calls a user's function for a module and a batch, and captures their graph with costs."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def make_step(factory: Callable[..., Any], arguments: Mapping[str, Any], real: b
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """The largest graph of a step, and what is not in it, in words."""
+    """The largest captured graph of a step, and notes on what is not in it."""
 
     graph: ComputationGraph
     notes: tuple[str, ...]
@@ -108,14 +108,14 @@ def captured_graph(
     """Make a step, run it once, and give back the graph that was captured on the way.
 
     Args:
-        make: makes the step; called where the tensors are to be.
+        make: makes the step; called while ``device`` is torch's default.
         cost_model: see `lightning_remat.cost.cost_model`.
         real: whether tensors take memory. Without it the step is made and run on fake ones, which have none.
         device: where tensors are made unless the factory says otherwise.
-        name: of the graph, for people.
-        old_gradients: the gradients of the step before live through the forward.
-        resident_bytes: what else is held on the device, such as the optimizer's state.
-        progress: told in words what is being done.
+        name: name of the graph; by default that of the function's type.
+        old_gradients: whether the gradients of the previous step live through the forward.
+        resident_bytes: bytes of what else is held on the device, such as the optimizer's state.
+        progress: called with a text about the work in progress.
 
     Raises:
         ConfigError: for an unknown cost model or device, or a factory that fails.
@@ -149,7 +149,7 @@ def captured_graph(
         name = name or type(function).__name__
         step = ScheduledStep(call, config, surroundings=surroundings, name=name, progress=progress)
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore", RematWarning)  # said as notes
+        warnings.simplefilter("ignore", RematWarning)  # the notes say it
         try:
             step(*args, **kwargs)
         except RematError:
@@ -169,10 +169,10 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def on_device(device: str) -> contextlib.AbstractContextManager[Any]:
-    """While open, tensors are made there.
+    """While open, tensors are made on a device unless another is named.
 
     Raises:
-        ConfigError: for one that cannot be used.
+        ConfigError: for a device that cannot be used.
     """
     try:
         where = torch.device(device)

@@ -1,4 +1,4 @@
-"""``check``: a module and a batch, made by a function of the user's, planned and in eager mode: the same bits?"""
+"""The command ``check``: compares the planned step of a user's module and batch with eager mode, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TYPES = {
     "bf16-mixed": torch.bfloat16,
     "16-mixed": torch.float16,
 }
-"""Precisions, named as Lightning names them: what modules and batches are made of, or what autocast casts to."""
+"""By precision, named as Lightning names it: the dtype of modules and batches, or the one that autocast casts to."""
 
 
 def checked(
@@ -37,22 +37,23 @@ def checked(
     """Make a step on a device, and compare it with eager mode.
 
     Args:
-        make: makes the step; called where the tensors are to be.
+        make: makes the step; called while ``device`` is torch's default.
         device: where tensors are made unless the factory says otherwise.
-        precision: one of `TYPES`; by default all is as it was made.
-        deterministic: under `torch.use_deterministic_algorithms`.
-        progress: told in words what is being done.
-        **options: of `rematerialize`.
+        precision: one of `TYPES`; ``None`` for the dtypes that the factory has chosen.
+        deterministic: run under `torch.use_deterministic_algorithms`.
+        progress: called with a text about the work in progress.
+        **options: arguments of `rematerialize`, ``budget`` among them.
 
     Raises:
-        ConfigError: for a device or precision that cannot be used, or a factory that fails.
+        ConfigError, BudgetError: for a device, a precision or options that cannot be used, or a factory that fails.
+        InfeasibleBudgetError: when no schedule fits the budget.
         CaptureError: when the step itself fails; it says why.
     """
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(deterministic or before)
     try:
         with on_device(device), warnings.catch_warnings():
-            warnings.simplefilter("ignore", RematWarning)  # said as notes
+            warnings.simplefilter("ignore", RematWarning)  # the report's notes say it
             function, args, kwargs = make()
             if precision is not None:
                 function, args, kwargs = _in_precision((function, args, kwargs), precision, torch.device(device).type)

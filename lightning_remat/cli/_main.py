@@ -1,4 +1,4 @@
-"""Arguments in, tables out. An error of the project is one line on the standard error, and exit status 2."""
+"""The command line: parses arguments, runs a command, prints tables. An error is one line, with exit status 2."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from lightning_remat.graph import ComputationGraph
 from lightning_remat.report import format_bytes, format_seconds, plan_table
 
 DIFFERENT = 1
-"""Exit status of a check that has not found the bits equal."""
+"""Exit status of a check that did not find the bits equal."""
 
 FAILED = 2
-"""Exit status of an error of the project; that of argparse too."""
+"""Exit status after an error of the project or of the system; the same as argparse's."""
 
 INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
+"""Exit status after Ctrl-C, as in shells."""
 
 Command = Callable[[argparse.Namespace, Console], int | None]
-"""Does what was asked; returns an exit status where it is not 0."""
+"""Runs one command with its parsed arguments; returns an exit status where it is not 0."""
 
 BUDGET = (
     "bytes, a size such as 8GiB, a share of what rematerialization can save such as 50%% or 0.5, min (the smallest peak that "
@@ -42,10 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command ``lightning-remat``.
 
     Args:
-        arguments: those of the command line by default.
+        arguments: the arguments; by default those of the command line.
 
     Returns:
-        The exit status: 0, 1 where a check has not found the bits equal, or 2 after an error.
+        The exit status: 0, 1 where a check did not find the bits equal, 2 after an error, or 130 after Ctrl-C.
     """
     try:
         given = _parser().parse_args(arguments)
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _console(stderr: bool = False) -> Console:
-    """A console whose tables are not squeezed into 80 columns where nobody looks at a terminal."""
+    """A console whose tables are not squeezed into 80 columns where the output is no terminal."""
     console = Console(stderr=stderr)
     return console if console.is_terminal else Console(stderr=stderr, width=200)
 
@@ -160,10 +160,10 @@ _COST = (
 )
 
 PRECISIONS = ("64-true", "32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
-"""Of a check, as Lightning names them."""
+"""Precisions of a check, as Lightning names them."""
 
 _NO_SECONDS = {"flops": "FLOPs", "unit": "ops"}
-"""Cost models whose costs are no times, and what they are."""
+"""Cost models whose costs are not seconds, and what they count instead."""
 
 
 # -- commands -------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What is being done, once it has taken two seconds: a live line on a terminal, plain lines elsewhere."""
+"""Progress of a command, once it has run for two seconds: a live line on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ AFTER_SECONDS = 2.0
 
 
 class Progress:
-    """A callable that takes words, within a ``with`` block, whose end clears the live line.
+    """Reports progress: called with a text inside of its ``with`` block, whose end clears the live line.
 
     Args:
-        console: where to say it; by default the standard error.
-        after_seconds: nothing is said before; between two plain lines lie as many seconds at least.
+        console: where to write; by default the standard error.
+        after_seconds: seconds before anything is written, and at least between two plain lines.
     """
 
     def __init__(self, console: Console | None = None, after_seconds: float = AFTER_SECONDS) -> None:
@@ -47,7 +47,7 @@ class Progress:
                 self._line = None
 
     def __call__(self, words: str, done: int = 0, total: int = 0) -> None:
-        """Say what is being done, and how much of the whole is done where that is known."""
+        """Report the work that begins now, and how much of the whole is done where that is known."""
         with self._lock:
             self._words, self._done, self._total = words, done, total
             if time.monotonic() - self._said >= self._after or self._line is not None:

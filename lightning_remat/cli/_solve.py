@@ -1,4 +1,4 @@
-"""``solve``, ``compare`` and ``curve``: methods on a graph file, at one budget or over many."""
+"""The commands ``solve``, ``compare`` and ``curve``: run methods on a graph file, at one budget or over many."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from lightning_remat.schedule import simulate
 from lightning_remat.solvers import Evaluation, Problem, Solution, find_smallest, options_of, solve
 
 Say = Callable[..., None]
-"""Told in words what is being done, and how much of how much is done."""
+"""Called with a text about the work in progress, and with how much of how much is done where that is known."""
 
 
 @dataclasses.dataclass
 class Case:
-    """A graph to be solved, with what every method is measured by.
+    """A graph to be solved, with the baseline and the limits that are the same for every method.
 
     Attributes:
-        graph: the problem.
+        graph: the graph, with costs.
         time_limit: seconds that each solve may take, and the search for the smallest peak.
         say: see `Say`.
+        baseline: time and peak of the step without rematerialization.
     """
 
     graph: ComputationGraph
@@ -118,13 +119,13 @@ def planned(case: Case, budget: str, method: str, options: Mapping[str, Any]) ->
 
 
 def failure(method: str, solution: Solution) -> str:
-    """Why a method has no schedule, in one line."""
+    """Why a method has found no schedule, in one line."""
     notes = f" ({'; '.join(solution.notes)})" if solution.notes else ""
     return f"{method}: {solution.status.sentence}{notes}"
 
 
 def compared(case: Case, budget_bytes: int, methods: Sequence[str]) -> tuple[dict[str, Plan], list[str]]:
-    """Plans by method, the cheapest first, and a line on each method that has none.
+    """Plans by method, the cheapest first, and a line for each method that has none.
 
     A method that cannot run here (an optional package that is missing, another package's that is broken) is such a line.
     """
@@ -169,7 +170,7 @@ def curve(case: Case, methods: Sequence[str], count: int) -> tuple[list[Point], 
     """Every method at ``count`` budgets, evenly from the smallest peak found to the one without rematerialization.
 
     Returns:
-        The points, budget by budget, and a line on each method that cannot run here.
+        The points, budget by budget, and a line for each method that cannot run here.
     """
     low, high = case.smallest().peak_bytes, case.baseline.peak_bytes
     budgets = sorted({low + (high - low) * i // max(1, count - 1) for i in range(count)})

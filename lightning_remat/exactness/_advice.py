@@ -1,4 +1,4 @@
-"""What to set where bits differ."""
+"""Advice for a step whose bits differ: which of torch's settings to change."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ _OF_TORCH = ("aten.", "prims.", "torch.", "c10d.", "_c10d_functional.")
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Of torch, as far as bits depend on them.
+    """The settings of torch that bits depend on.
 
     Attributes:
-        cuda: something runs on a CUDA device.
-        deterministic, warn_only: what `torch.use_deterministic_algorithms` was told.
-        workspace: ``CUBLAS_WORKSPACE_CONFIG`` is set.
-        cudnn_attention: cuDNN's attention may be taken.
-        benchmark: cuDNN's kernels are chosen by time.
-        tf32: products of float32 matrices may be rounded.
+        cuda: whether anything runs on a CUDA device.
+        deterministic, warn_only: what `torch.use_deterministic_algorithms` was called with.
+        workspace: whether ``CUBLAS_WORKSPACE_CONFIG`` is set.
+        cudnn_attention: whether cuDNN's attention may be chosen.
+        benchmark: whether cuDNN's kernels are chosen by time.
+        tf32: whether products of float32 matrices may be computed in TF32.
     """
 
     cuda: bool
@@ -64,7 +64,7 @@ class Settings:
 
     @classmethod
     def now(cls, cuda: bool) -> Settings:
-        """Those of this process."""
+        """The present settings of this process."""
         return cls(
             cuda=cuda,
             deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -77,12 +77,12 @@ class Settings:
 
 
 def advice(first: FirstDifference | None, repeats: bool, settings: Settings) -> tuple[str, ...]:
-    """What would make bits equal, the likeliest first.
+    """What may make the bits equal, in sentences, the likeliest first.
 
     Args:
-        first: where they begin to differ, if that is known.
-        repeats: whether eager mode repeats its own.
-        settings: as they are.
+        first: the operation at which bits begin to differ, if that is known.
+        repeats: whether eager mode repeats its own bits.
+        settings: the settings of the process.
     """
     op = first.op if first is not None else ""
     kernel = not repeats or first is None or first.cause is Cause.KERNEL

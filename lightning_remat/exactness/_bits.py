@@ -1,4 +1,4 @@
-"""Tensors as bits: compared, and summed up in one number each."""
+"""Tensors as bits: comparing two of them, and hashing one to a number."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import hashlib
 import torch
 
 CHUNK = 1 << 20
-"""Words that are summed up at once: what that takes beside the tensor is 16 MiB, and 8 MiB that stay."""
+"""Words that are hashed at once: that takes 16 MiB beside the tensor, and 8 MiB (the factors) that stay allocated."""
 
 _WORDS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's values without autograd and lazy bits, in dense memory."""
+    """A contiguous, dense tensor of the same values, without autograd and with lazy conjugation and negation done."""
     tensor = tensor.detach()
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
@@ -31,7 +31,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 def differing(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float | None]:
     """How many elements of two tensors of one type and shape have other bits, and the largest difference of their values.
 
-    It is ``None`` where a NaN or an infinity stands for a number.
+    The difference is ``None`` where elements differ of which one is a NaN or an infinity.
     """
     count = int((_bytes(one) != _bytes(other)).view(one.numel(), -1).any(1).sum()) if one.numel() else 0
     wide = torch.complex128 if one.is_complex() else torch.float64
@@ -46,16 +46,16 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The values in one dimension; a single one of an expanded tensor may have a stride of 0, with which it has no bytes."""
+    """The values in one dimension, with a stride of 1: a single value may have a stride of 0, and no view as bytes."""
     flat = plain(tensor).reshape(-1)
     return flat.as_strided(flat.shape, (1,))
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
-    """A number of 64 bits that stands for the tensor's bits in their logical order, whatever its shape and strides.
+    """A 64-bit hash of the tensor's bits in their logical order, whatever its shape and strides.
 
-    It is a tensor itself, on the tensor's device: nothing waits for it. Numbers that differ belong to bits that differ, and
-    bits that differ almost never have the same number.
+    It is a tensor itself, on the tensor's device, so that nothing waits for the device. Other hashes mean other bits;
+    other bits almost never have the same hash.
     """
     data = _flat(tensor)
     if data.device.type != "cpu":
@@ -67,8 +67,8 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
 def sum_of_words(data: torch.Tensor) -> torch.Tensor:
     """The digest of contiguous data of one dimension, computed where it lies: a multilinear hash.
 
-    Words of at most 32 bits are summed up with odd random factors of 64: of two that differ, one pair in about four billion
-    has the same sum.
+    Words of at most 32 bits are multiplied by odd random factors of 64 bits, and added up: of pairs that differ, about
+    one in four billion has the same sum.
     """
     nbytes = data.numel() * data.element_size()
     size = next(size for size in _WORDS if nbytes % size == 0)
@@ -84,7 +84,7 @@ def sum_of_words(data: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _factors(device: torch.device) -> torch.Tensor:
-    """Random odd numbers: those of SplitMix64."""
+    """Random odd numbers, from the generator SplitMix64."""
     x = torch.arange(1, CHUNK + 1, dtype=torch.int64, device=device) * _GOLDEN
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15), (31, 1)):
         x = (x ^ (x >> shift & (1 << (64 - shift)) - 1)) * factor

@@ -26,26 +26,31 @@ def check(
 ) -> CheckReport:
     """Compare a step that `rematerialize` has planned with eager mode, bit for bit: outputs, gradients, buffers, random state.
 
-    Eager mode runs twice and the planned step at least once, forward and backward, from the same state; in the end everything
-    is as before: parameters, buffers, gradients, random generators, the modules' Python attributes and the batch. Where bits
-    differ, the report names the first operation that returns other ones, its module, and what to set.
+    Eager mode runs twice and, if it repeats its own bits, the planned step at least once, forward and backward, each
+    from the same state. Afterwards everything is as before: parameters, buffers, gradients, random generators, the
+    modules' Python attributes and the batch. Where bits differ, the report names the first operation that returns other
+    ones, its module, and what to set.
 
     Args:
         module_or_function: as for `rematerialize`.
-        *batch: what it is called with.
+        *batch: positional arguments that it is called with.
         budget: as for `rematerialize`; by default half of what rematerialization can save.
-        named: what it is called with by name.
-        loss: what of its output the backward begins with; by default the item or attribute ``loss`` where there is one, else
-            all that needs gradients, added up.
-        progress: told in words what is being done.
+        named: keyword arguments that it is called with.
+        loss: takes the output, and returns the tensor that the backward begins at; by default the backward begins at
+            the output's item or attribute ``loss`` where there is one, else at the sum of all outputs that need
+            gradients.
+        progress: called with a text about the work in progress.
         **options: as for `rematerialize`.
 
     Returns:
         The report: ``report.equal``, ``report.summary()``, ``report.save(path)``.
 
     Raises:
-        ConfigError, BudgetError: for options that cannot be used, and where nothing that is returned needs gradients.
+        ConfigError: for options that cannot be used, for a function that refers to no module, and where nothing that is
+            returned needs gradients.
+        BudgetError: for a budget that cannot be understood, or is over what the device has.
         InfeasibleBudgetError: when no schedule fits; it names the smallest feasible budget.
+        Exception: whatever the module or function itself raises.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Eager mode, eager mode again, and the planned step, each from the same state: what is equal, and where it is not."""
+"""Comparing eager mode, a second run of eager mode, and the planned step, each run from the same state."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from lightning_remat.runtime import ScheduledStep
 log = logging.getLogger(__name__)
 
 MOST_RUNS = 5
-"""Of the planned step: one that is captured as several graphs, or counts its own steps, is planned again after a first run."""
+"""Runs of the planned step, at most: if it has several graphs or counts its steps, it is planned again after one."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """One step in its two forms.
+    """One step, as eager mode runs it and as it was planned.
 
     Attributes:
-        eager, planned: run the step, forward and backward, from the state that there is; gradients are left at the parameters,
-            and the step's output is returned.
-        scheduled: what ``planned`` runs.
-        modules: whose parameters and buffers are compared, by the beginnings of their names.
-        state: what every run begins with; it is put back in the end.
-        progress: told in words what is being done.
+        eager, planned: run the step, forward and backward, from the present state; gradients are left in ``.grad`` of
+            the parameters, and the step's output is returned.
+        scheduled: the step that ``planned`` runs.
+        modules: the modules whose parameters and buffers are compared, by the prefix of their names.
+        state: the state that every run begins with; it is put back in the end.
+        progress: called with a text about the work in progress.
     """
 
     eager: Callable[[], Any]
@@ -53,10 +53,10 @@ class _OutOfMemory(Exception):
 def compare(runs: Runs) -> CheckReport:
     """Run a step both ways and compare; everything is as before in the end.
 
-    Where bits differ, two more runs are written down op by op, to find the first op that gives other ones.
+    Where bits differ, two more runs are recorded op by op, to find the first op that returns other bits.
 
     Returns:
-        A report; where one of the two runs out of memory, one that says so.
+        A report; if eager mode or the planned step runs out of memory, one that says so.
 
     Raises:
         Exception: what the step or its planning raises; the state is put back then too.
@@ -118,14 +118,14 @@ def _what_ran(plans: list[Plan]) -> list[str]:
 
 
 def _results(runs: Runs, run: Callable[[], Any]) -> Results:
-    """Of a run from the state that was taken down."""
+    """The results of a run from the saved state."""
     runs.state.begin()
     output = run()
     yield from results(output, runs.modules)
 
 
 def _first(runs: Runs, repeat: bool) -> tuple[FirstDifference | None, list[str]]:
-    """The first op that gives other bits, or why it is not known; ``repeat``: in a second run of eager mode."""
+    """The first op with other bits (``repeat``: in eager mode's own second run), or notes on why it is not known."""
     reference, other = Record(), Record()
     try:
         runs.state.begin()
@@ -157,7 +157,7 @@ def _reporting_memory(who: str) -> Iterator[None]:
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-        failed = True  # the frames of the error hold tensors, and are let go of with it
+        failed = True  # raised below: the frames of this error refer to tensors, which are freed with it
     if failed:
         gc.collect()
         if torch.cuda.is_available():
@@ -166,12 +166,12 @@ def _reporting_memory(who: str) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator had no more to give."""
+    """Whether an error says that an allocator is out of memory."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def cut(value: Any, size: int, samples: int) -> Any:
-    """A batch's first samples: of every tensor in it, nested in containers, whose first dimension has its size."""
+    """A batch of ``size`` cut to its first ``samples``: every tensor in it, also in containers, of ``size`` rows."""
     if isinstance(value, torch.Tensor):
         return value[:samples].clone() if value.dim() and value.shape[0] == size else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -185,5 +185,5 @@ def cut(value: Any, size: int, samples: int) -> Any:
 
 
 def size_of(value: Any) -> int:
-    """How many samples a batch has: the first dimension of the first tensor in it that has one; 0 where there is none."""
+    """The number of samples of a batch: the first dimension of the first tensor in it that has one, else 0."""
     return next((tensor.shape[0] for _, tensor in named_tensors(value) if tensor.dim()), 0)

@@ -1,4 +1,4 @@
-"""What a step leaves behind, in tensors with names, and where two runs of it differ."""
+"""The results of a step as named tensors, and where those of two runs differ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_remat.exactness._bits import differing, plain, same_bits
 
 
 class Kind(str, Enum):
-    """What a tensor is."""
+    """What a compared tensor is to its step."""
 
     OUTPUT = "output"
     GRADIENT = "gradient"
@@ -27,12 +27,13 @@ class Difference:
     """A tensor that has other bits in another run.
 
     Attributes:
-        kind: what it is.
-        name: an output's, a parameter's, a buffer's, or a device's.
+        kind: what it is to the step.
+        name: name of the output, the parameter (also for its gradient), the buffer, or the device (for its random
+            state).
         elements: how many of its elements have other bits.
-        of: how many it has.
-        largest: the largest difference of two values; ``None`` where there is none to tell (a NaN or an infinity stands for a
-            number, the tensor is of another shape or type, or only one of the runs has it).
+        of: how many elements it has.
+        largest: the largest difference of two values; ``None`` where there is no number for it (a NaN or an infinity
+            differs, the tensor has another shape or type, or only one of the runs has it).
     """
 
     kind: Kind
@@ -55,7 +56,10 @@ def results(output: Any, modules: Mapping[str, torch.nn.Module]) -> Results:
 
     Args:
         output: what the step has returned, tensors nested in containers.
-        modules: by the beginning of their parameters' names.
+        modules: the modules of the step, by the prefix of their parameters' names.
+
+    Yields:
+        Kind, name and tensor, one by one; ``None`` in place of a gradient that is not there.
     """
     for name, tensor in named_tensors(output):
         yield Kind.OUTPUT, name, tensor
@@ -75,7 +79,7 @@ def results(output: Any, modules: Mapping[str, torch.nn.Module]) -> Results:
 
 
 def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a step's output: ``loss`` where it is one, else by key, field or place."""
+    """The tensors of a step's output with names: ``loss`` where the output is a tensor, else by key, field or index."""
     if isinstance(value, torch.Tensor):
         yield name or "loss", value
         return
@@ -89,7 +93,7 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tenso
 
 
 class Outcome:
-    """The results of one run, held on the CPU."""
+    """The results of one run, kept on the CPU, to compare those of other runs with."""
 
     def __init__(self, found: Results) -> None:
         self._values = {
@@ -98,11 +102,11 @@ class Outcome:
         }
 
     def names(self, kind: Kind) -> list[str]:
-        """Names of what there is of a kind (for gradients: of those that are not ``None``)."""
+        """Names of the tensors of a kind (gradients that are ``None`` are left out)."""
         return [name for (one, name), value in self._values.items() if one is kind and value is not None]
 
     def differences(self, found: Results) -> tuple[Difference, ...]:
-        """Where another run's results differ; what differs first is first."""
+        """Where another run's results differ, in the order of these results."""
         different, missing = [], dict(self._values)
         for kind, name, value in found:
             before = missing.pop((kind, name), None)

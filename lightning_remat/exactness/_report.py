@@ -1,4 +1,4 @@
-"""What a check has found, for people and as a file."""
+"""The report of a check, as text and as a JSON file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FORMAT = "lightning_remat.check"
 FORMAT_VERSION = 1
 
 SHOWN = 3
-"""Differences that a summary names."""
+"""Differences that a summary names, at most."""
 
 
 class Verdict(str, Enum):
-    """What a check comes to; ``sentence`` says it to a person."""
+    """The outcome of a check; ``sentence`` says it in words."""
 
     EQUAL = "equal"
     DIFFERENT = "different"
@@ -43,19 +43,20 @@ _SENTENCES = {
 
 @dataclasses.dataclass(frozen=True)
 class CheckReport:
-    """What a check has found.
+    """The report of a check.
 
     Attributes:
-        verdict: what it comes to.
+        verdict: the outcome.
         outputs: names of the outputs that were compared.
         gradients, buffers: how many were compared.
-        differences: what has other bits: of the planned step, or, where eager mode does not repeat its own, of that run again.
-        first: the first operation that gives other bits; ``None`` where there is none, or it could not be found.
-        advice: settings and other ways to equal bits.
+        differences: tensors with other bits than eager mode's first run has: in the planned step, or, where eager mode
+            does not repeat its own bits, in its second run.
+        first: the first operation that returns other bits; ``None`` where there is none, or it could not be found.
+        advice: settings and other ways that may make the bits equal, in sentences.
         notes: what happened on the way, and why nothing was compared.
-        plans: how many plans have run, and in how many of them something is evaluated again.
-        samples: of the batch, where only a part of it was used.
-        out_of_memory: eager mode ran out of memory.
+        plans: how many plans have run, and how many of these evaluate something again.
+        samples: how many samples of the batch were used; ``None`` for all of them.
+        out_of_memory: whether eager mode ran out of memory.
     """
 
     verdict: Verdict
@@ -81,7 +82,7 @@ class CheckReport:
         return None if self.verdict is Verdict.UNCHECKED else self.verdict is not Verdict.UNREPEATABLE
 
     def summary(self) -> str:
-        """A line or a few for a person."""
+        """The report as text, of one line or a few."""
         notes = [f"({note})" for note in self.notes]
         if self.verdict is Verdict.EQUAL:
             return " ".join([f"checked: {self._compared()} are bit for bit those of eager mode", *notes])
@@ -105,7 +106,11 @@ class CheckReport:
         return {"format": FORMAT, "version": FORMAT_VERSION, **dataclasses.asdict(self), "summary": self.summary()}
 
     def save(self, path: str | Path) -> None:
-        """Write the report as JSON."""
+        """Write the report as JSON.
+
+        Raises:
+            OSError: when the file cannot be written.
+        """
         replace_file(path, json.dumps(self.to_dict(), indent=1))
 
 

@@ -1,4 +1,4 @@
-"""Everything that a training step may change, taken down so that the step can be run again from the same place."""
+"""Snapshots of everything that a training step may change, so that it can be run again from the same state."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ import torch.utils.data
 from lightning_remat.exactness._bits import plain, same_bits
 
 MOST_ENTERED = 10_000
-"""Items of a container that are looked at one by one; a longer one is put back as it was, and what is in it is not."""
+"""Items up to which a container is searched. A longer one gets its items back, but what these hold is not restored."""
 
 _FOREIGN = {"builtins", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torch"}
-"""Packages whose objects are not entered, but for modules: trainers, loggers, data loaders, graphs of autograd."""
+"""Packages whose objects are not searched, except modules: trainers, loggers, data loaders, autograd's graph."""
 
 _CLOSED = (
     *(type, types.ModuleType, types.FunctionType, types.MethodType),
@@ -31,19 +31,20 @@ Undo = Callable[[], object]
 
 
 class State:
-    """Parameters, buffers, gradients, random generators and Python attributes, as they are now.
+    """A snapshot of parameters, buffers, gradients, random generators and Python attributes, as they are now.
 
-    Modules are entered with all that their attributes lead to: containers, objects of the user's own, arrays and random
-    generators. What is put back is put back in place: the objects are the same. Copies of tensors are held on the CPU.
+    It holds everything that can be reached from the attributes of modules: containers, objects of the user's own
+    classes, arrays and random generators. It is put back in place: the objects stay the same. Copies of tensors are
+    kept on the CPU.
 
     Args:
-        *roots: modules, and what a step is given (a batch that it takes something out of is put back too).
+        *roots: modules, and what a step is given (a batch that the step takes items out of gets them back).
     """
 
     def __init__(self, *roots: Any) -> None:
         self._undo: list[Undo] = []
         self._leaves: list[tuple[torch.Tensor, torch.Tensor | None, bool]] = []
-        self._seen: dict[int, Any] = {}  # with what they belong to, which must live as long
+        self._seen: dict[int, Any] = {}  # ids, with their objects, which must live as long
         devices: set[torch.device] = set()
         for thing in _everything(roots, self._seen):
             if isinstance(thing, torch.Tensor):
@@ -56,7 +57,7 @@ class State:
         self._undo += [_random_of_process(), *map(_random_of_device, devices)]
 
     def restore(self) -> None:
-        """Put all of it back."""
+        """Put everything back."""
         with torch.no_grad():
             for undo in self._undo:
                 undo()
@@ -65,14 +66,14 @@ class State:
             tensor.grad = gradient
 
     def begin(self) -> None:
-        """Put all of it back but for gradients, of which there are none then."""
+        """Put everything back, and remove all gradients."""
         self.restore()
         for tensor, _, _ in self._leaves:
             tensor.grad = None
 
 
 def _everything(roots: Iterable[Any], seen: dict[int, Any]) -> Iterator[Any]:
-    """All that can be reached, each once, what holds something before what it holds."""
+    """All objects that can be reached from ``roots``, each once, and before those that it holds."""
     waiting = collections.deque(roots)
     while waiting:
         thing = waiting.popleft()
@@ -95,13 +96,13 @@ def _parts(thing: Any) -> Iterable[Any]:
 
 
 def is_foreign(thing: Any) -> bool:
-    """Whether what an object holds is none of the user's state: it is not entered, unless it is a module."""
+    """Whether an object holds none of the user's state: it is not searched, unless it is a module."""
     return isinstance(thing, _CLOSED) or type(thing).__module__.partition(".")[0] in _FOREIGN
 
 
 @functools.singledispatch
 def undoing(_thing: Any) -> Undo | None:
-    """What puts a thing back as it is now; ``None`` for what does not change by itself."""
+    """A function that puts an object back as it is now; ``None`` for objects that have nothing to put back."""
     return None
 
 
@@ -123,7 +124,7 @@ def _(thing: dict) -> Undo:  # type: ignore[type-arg]
     kept = list(thing.items())
     kind = (
         collections.OrderedDict if isinstance(thing, collections.OrderedDict) else dict
-    )  # not what a subclass forbids
+    )  # past the methods of a subclass, which may forbid changes
 
     def undo() -> None:
         now = list(thing.items())

@@ -1,8 +1,9 @@
-"""The first operation that gives other bits than eager mode: every run is written down, op by op, as digests of its tensors.
+"""Finding the first operation with other bits than eager mode: runs are recorded op by op, as hashes of tensors.
 
-What eager mode has on its way is known. Capture takes some ops apart, joins others and leaves some out, so that the two runs
-are not compared line by line: from a result that differs one goes back, op by op, through values that eager mode never had,
-until all that an op was given is known. That op, or what it does to these very bits in eager mode, is where the runs part.
+All values of the eager run are known by their hashes. Capture decomposes some ops, joins others and leaves some out, so
+that the two runs cannot be compared line by line. Instead, from a result that differs the search goes back, op by op,
+through values that eager mode never had, to an op whose inputs eager mode had too. There the runs diverge: either the
+op's kernel returns other bits for the same inputs, or eager mode computes the result in another form.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from lightning_remat.capture import _torch as internals
 from lightning_remat.exactness._bits import digest
 
 NO_VALUES = ("empty", "new_empty", "resize")
-"""How the names of ops begin that hand out memory with nothing in it."""
+"""Prefixes of the names of ops that return uninitialized memory."""
 
 WRITTEN = ("out", "out0", "out1", "out2", "grad_input")
-"""Names of arguments that are written and not read."""
+"""Names of arguments that an op writes and does not read."""
 
 
 class Cause(str, Enum):
-    """How an op comes to other bits; ``sentence`` says it to a person."""
+    """Why an op returns other bits; ``sentence`` says it in words."""
 
     KERNEL = "kernel"
     FORM = "form"
@@ -51,9 +52,9 @@ class FirstDifference:
 
     Attributes:
         op: its name, such as ``"aten.mm.default"``.
-        module: the path of the module that it is of ("" for the step's own code, and where it is not known).
-        backward: whether the backward runs it.
-        cause: how it comes to other bits.
+        module: the path of the module that it belongs to ("" for the step's own code, and where it is not known).
+        backward: whether it runs in the backward.
+        cause: why it returns other bits.
     """
 
     op: str
@@ -82,15 +83,15 @@ class _Call:
 
 
 class Record:
-    """The ops of one run, with digests of what they read and write."""
+    """The ops of one run, recorded with digests of what they read and write."""
 
     def __init__(self) -> None:
         self._digests: list[torch.Tensor] = []
-        self._calls: list[_Call] = []  # with places among the digests
+        self._calls: list[_Call] = []  # inputs and outputs as indices into the digests
         self._results = range(0)
 
     def call(self, op: str, module: str, args: Any, kwargs: Mapping[str, Any], run: Callable[[], Any]) -> Any:
-        """Run an op, and write it down."""
+        """Run an op, and record it; returns its result."""
         written = _tensors([value for name, value in kwargs.items() if name in WRITTEN])
         read = _tensors((args, [value for name, value in kwargs.items() if name not in WRITTEN]))
         inputs = self._note(read)
@@ -109,7 +110,7 @@ class Record:
         return result
 
     def end(self, results: Iterable[torch.Tensor]) -> None:
-        """The run has ended, with these results."""
+        """End the record of a run, which has these results."""
         self._results = self._note(results)
 
     def _note(self, tensors: Iterable[torch.Tensor]) -> range:
@@ -118,7 +119,7 @@ class Record:
         return range(start, len(self._digests))
 
     def read(self) -> tuple[list[_Call], list[int]]:
-        """All calls, and digests of the results."""
+        """All calls, with digests as numbers, and the digests of the results."""
         found = [0] * len(self._digests)
         places: defaultdict[torch.device, list[int]] = defaultdict(list)
         for place, value in enumerate(self._digests):
@@ -137,7 +138,7 @@ class Record:
 
 @contextmanager
 def eager_recorded(record: Record, modules: Mapping[str, torch.nn.Module]) -> Iterator[None]:
-    """While open, what eager mode runs is written down, with the paths of these modules (by the beginnings of the paths)."""
+    """While open, record the ops of eager mode, each with the path of its module (``modules``: by path prefix)."""
     paths = {part: path for prefix, module in modules.items() for path, part in module.named_modules(prefix=prefix)}
     at_work: list[torch.nn.Module] = []
     made_by: dict[int, str] = {}
@@ -167,7 +168,7 @@ def eager_recorded(record: Record, modules: Mapping[str, torch.nn.Module]) -> It
 
 
 def first_difference(reference: Record, run: Record) -> FirstDifference | None:
-    """Where a run parts from another one; ``None`` where all results are alike, or it cannot be told."""
+    """The first op of ``run`` that diverges from ``reference``; ``None`` where none does, or it is not known."""
     before, known_results = reference.read()
     calls, results = run.read()
     known = set(known_results)
@@ -191,7 +192,7 @@ def first_difference(reference: Record, run: Record) -> FirstDifference | None:
 
 
 def _roots(calls: Sequence[_Call], results: Iterable[int], known: set[int]) -> set[int]:
-    """The ops from which unknown results come, back to the first ones."""
+    """The ops that unknown results were computed by, back to those whose inputs are known."""
     makers: dict[int, int] = {}
     for i, call in enumerate(calls):
         for value in call.outputs:
@@ -221,13 +222,13 @@ def _in_place(name: str) -> bool:
 
 
 def _lie_on(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Whether all of the tensors lie in the memory of others."""
+    """Whether each of the tensors shares the memory of one of the others."""
     places = {one.untyped_storage().data_ptr() for one in others if one.layout is torch.strided}
     return all(one.layout is torch.strided and one.untyped_storage().data_ptr() in places for one in tensors)
 
 
 def _settings(args: Any, kwargs: Mapping[str, Any]) -> str:
-    """All arguments but tensors."""
+    """All arguments but tensors, as text."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, torch.Tensor):

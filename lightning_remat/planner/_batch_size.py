@@ -1,4 +1,4 @@
-"""How a step grows with its batch, and the largest batch that fits a budget at a bounded overhead."""
+"""Predicting a step at any batch size, and the largest batch that fits a budget at a bounded overhead."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from lightning_remat.solvers import (
 )
 
 SECONDS_A_SOLVE = 3.0
-"""Time limit of one solve of the search; the schedule that trains gets all of its own."""
+"""Time limit of one solve of the search, at most; the schedule that is trained with has the whole time limit."""
 
 SOLVES = (3, 1)
-"""Solves of a search, at most: of the first, and of each that comes after a real step."""
+"""Solves of one search, at most: of the first search, and of each later one, which follows a real step."""
 
 OTHER_SOLVES = (8, 3)
-"""The same for another method than "auto", before which there are no quick searches."""
+"""The same for other solvers than "auto": no quick searches come before theirs."""
 
 PRECISION = 0.03
-"""The search stops when the answer is known to within this share, and a confirming step may be over the cap by it."""
+"""The search stops when the answer is known to within this share; a step may be over the allowed time by as much."""
 
 
 class BatchSizes:
-    """What is predicted from one step at two batch sizes.
+    """Predicts a step at any batch size from two plans of it at different batch sizes.
 
-    Every byte and second is taken to grow on the line through the two.
+    All bytes and seconds are taken to grow linearly with the batch size, on the line through the two.
 
     Args:
-        small, large: a batch size and the plan of its step, each.
+        small, large: two batch sizes, each with the plan of the step at it.
         config: solver, its options, and time limit.
         max_overhead: the most extra time, as a share of the step without rematerialization; ``None`` for one extra forward
             (Jain et al. 2020, eq. 10).
-        progress: told in words what is being done.
+        progress: called with a text about the work in progress.
 
     Raises:
         GraphError: where the two are not the same ops on the same tensors.
@@ -71,11 +71,14 @@ class BatchSizes:
 
     @staticmethod
     def plain(size: int, plan: Plan, budget_bytes: int) -> int:
-        """A batch size that fits without rematerialization, as far as the plan of one says: the largest, or less."""
+        """A batch size that fits without rematerialization, by one plan alone: the largest that does, or less."""
         return plain_batch_size(plan.graph, size, budget_bytes)
 
     def learn(self, size: int, plan: Plan) -> None:
-        """Know the schedule of this batch size, and take the line through the smaller one and it, where it is the same step."""
+        """Take in the plan of another batch size: its schedule, and the line through the small batch size and this one.
+
+        The line stays as it was where the step has other ops at this size.
+        """
         sequence = OpSequence.of_solution(plan.graph, plan.solution())
         if sequence is not None and sequence not in self._sequences:
             self._sequences = (*self._sequences, sequence)
@@ -83,11 +86,11 @@ class BatchSizes:
             return
         try:
             self._graph_of = _line(self._small, (size, plan))
-        except GraphError:  # other ops at that size: what was known is still the best guess
+        except GraphError:  # other ops at that size
             return
 
     def largest(self, budget_bytes: int, at_most: int) -> int:
-        """The largest batch size for which a schedule is found within the budget and the overhead; 0 for none."""
+        """The largest batch size up to ``at_most`` with a schedule within budget and overhead; 0 for none."""
         config = self._config
         solves = SOLVES if config.solver == "auto" else OTHER_SOLVES
         found = largest_batch_size(
@@ -108,17 +111,17 @@ class BatchSizes:
         return found.batch_size
 
     def at_hand(self, graph: ComputationGraph, budget_bytes: int) -> Solution | None:
-        """The cheapest of the schedules that the searches met which fits a graph, at whatever overhead."""
+        """The cheapest schedule met by the searches that fits a graph, at any overhead; ``None`` where none does."""
         return moved(self._sequences, graph, budget_bytes)
 
     def allowed(self, graph: ComputationGraph, budget_bytes: int) -> Solution | None:
-        """The same, where its overhead is within the bound."""
+        """The same; ``None`` also where its overhead is over the bound."""
         found = self.at_hand(graph, budget_bytes)
         return found if found is not None and self._is_allowed(found.seconds, graph) else None
 
     @staticmethod
     def tells_apart(size: int, larger: int) -> bool:
-        """Whether the search is exact enough for ``larger`` to be larger than ``size``."""
+        """Whether ``larger`` exceeds ``size`` by more than the precision of the search."""
         return larger > size * (1 + PRECISION)
 
     def largest_plain(self, budget_bytes: int, at_most: int) -> int:
@@ -132,7 +135,7 @@ class BatchSizes:
         return low
 
     def samples_per_second(self, size: int) -> float:
-        """Of a step without rematerialization; 0 for a batch size of 0."""
+        """Predicted samples per second of a step without rematerialization; 0 for a batch size of 0."""
         seconds = self._graph_of(size).seconds if size else 0.0
         return size / seconds if seconds else 0.0
 
@@ -144,7 +147,7 @@ class BatchSizes:
         return seconds <= self._cap(graph) * (1 + PRECISION)
 
     def refusal(self, budget_bytes: int) -> RematError:
-        """Why not even a batch of one sample will do."""
+        """The error to raise when not even a batch of one sample fits the budget and the overhead."""
         graph = self._graph_of(1)
         least = find_smallest(graph, self._config.time_limit)
         assert least.schedule is not None

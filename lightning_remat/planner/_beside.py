@@ -1,8 +1,8 @@
-"""What a step really holds beside its captured graphs: measured in one step, and planned for from then on.
+"""The memory that a step holds beside its captured graphs: measured in one step, and planned for from then on.
 
-Between the graphs of a step, and before, after and around one that is all there is, runs what was not captured: a loss outside
-of the module that is scheduled, indexing by the batch, what Dynamo has left alone. Its tensors and workspaces are on the device
-while the graphs run, and no plan knows of them before they have been there once.
+Code that is not captured runs before, between and after the graphs of a step: a loss outside of the scheduled module,
+indexing by the batch, functions that Dynamo skips. Its tensors and workspaces are on the device while the graphs run,
+and cannot be planned for before they were measured once.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from lightning_remat.planner._plan import Plan
 from lightning_remat.schedule import Compute, simulate
 
 OUTSIDE = "outside"
-"""Name of the op that stands for what is needed while a graph waits for its backward."""
+"""Name of the op that stands for the memory that others need between a graph's forward and its backward."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """What was measured of a graph, beyond what is known of it, in bytes.
+    """The memory beside one graph, as measured, beyond what its plan counted, in bytes.
 
     Attributes:
-        forward_bytes: while its forward runs; negative where less is held than was thought.
-        backward_bytes: likewise.
-        outside_bytes: allocated at once by all that is no captured graph, between its forward and its backward.
+        forward_bytes: while its forward runs; negative where less was held than was planned for.
+        backward_bytes: while its backward runs, likewise.
+        outside_bytes: the most that uncaptured code allocates at once between its forward and its backward.
     """
 
     forward_bytes: int = 0
@@ -32,7 +32,7 @@ class Beside:
     outside_bytes: int = 0
 
     def put_beside(self, graph: ComputationGraph) -> ComputationGraph:
-        """The graph with this beside it; what is needed while it waits is that of its op `OUTSIDE`, where it has one."""
+        """The graph with this memory counted as resident; ``outside_bytes`` is the workspace of its op `OUTSIDE`."""
         resident = max(0, graph.resident_bytes + self.backward_bytes)
         forward = graph.resident_bytes + graph.forward_resident_bytes + self.forward_bytes
         return needing(graph, self.outside_bytes).replace(
@@ -40,7 +40,7 @@ class Beside:
         )
 
     def within(self, graph: ComputationGraph) -> Beside:
-        """As much of it as a graph can have: no less than nothing is resident, and in the forward no less than later."""
+        """The same, limited to what a graph can have: 0 or more resident bytes, no fewer in the forward than later."""
         found = self.put_beside(graph)
         resident = found.resident_bytes - graph.resident_bytes
         forward_resident = found.forward_resident_bytes - graph.forward_resident_bytes
@@ -52,7 +52,10 @@ NOTHING_BESIDE = Beside()
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """The most that was held while a graph ran, and while something else did meanwhile, in bytes; ``None``: nothing did."""
+    """The most that was held while a graph's forward and backward ran, and other code between them, in bytes.
+
+    ``None`` where nothing of the kind ran.
+    """
 
     forward_bytes: int | None = None
     backward_bytes: int | None = None
@@ -60,13 +63,13 @@ class Held:
 
 
 def needing(graph: ComputationGraph, nbytes: int) -> ComputationGraph:
-    """A graph with so many bytes needed by others while it waits for its backward, if it has an op `OUTSIDE`."""
+    """A graph where others need ``nbytes`` between its forward and its backward, if it has an op `OUTSIDE`."""
     ops = [dataclasses.replace(op, workspace_bytes=nbytes) if op.name == OUTSIDE else op for op in graph.ops]
     return graph.replace(ops=tuple(ops))
 
 
 def floor_bytes(graph: ComputationGraph) -> int:
-    """What no schedule can do without, for what is needed while the graph waits too."""
+    """Bytes that no schedule can do without, what others need between forward and backward included."""
     outside = max((op.workspace_bytes for op in graph.ops if op.name == OUTSIDE), default=0)
     storages = {graph.tensors[t].storage for t in graph.forward_outputs}
     storages -= {graph.tensors[t].storage for t in graph.inputs}
@@ -75,7 +78,7 @@ def floor_bytes(graph: ComputationGraph) -> int:
 
 
 def peak_beside(plan: Plan, known: Beside, found: Beside) -> int:
-    """The peak of a plan for which ``known`` was put beside its graph, with what was found in its place."""
+    """The peak of a plan that was made with ``known`` beside its graph, if ``found`` is there instead; in bytes."""
     needed = max((op.workspace_bytes for op in plan.graph.ops if op.name == OUTSIDE), default=0)
     more = Beside(
         found.forward_bytes - known.forward_bytes,
@@ -88,9 +91,9 @@ def peak_beside(plan: Plan, known: Beside, found: Beside) -> int:
 
 
 def measured_beside(plan: Plan, known: Beside, held: Held) -> Beside:
-    """What is beside a graph, by what was held while it ran by a plan for which ``known`` was put beside it."""
+    """What is beside a graph, from what was ``held`` while it ran by a plan that was made with ``known`` beside it."""
     graph, schedule, timeline = plan.graph, plan.schedule, plan.timeline()
-    most: dict[bool, int] = {}  # in the forward, and in the backward: where nothing of it runs, nothing is beside it
+    most: dict[bool, int] = {}  # by whether it is the forward, the planned peak; missing where no op runs
     waiting = int(timeline.after[schedule.boundary - 1]) if schedule.boundary else graph.input_bytes
     for index, step in enumerate(schedule.steps):
         if isinstance(step, Compute) and graph.ops[step.op].name == OUTSIDE:

@@ -1,4 +1,4 @@
-"""Every option in one place, checked when it is set."""
+"""`RematConfig`: the options of planning, checked when they are set."""
 
 from __future__ import annotations
 
@@ -22,21 +22,27 @@ class RematConfig:
     """Options of planning.
 
     Attributes:
-        budget: ``"auto"``, ``"min"``, bytes, a size such as ``"8GiB"``, or a share in (0, 1] (see `parse_budget`).
+        budget: ``"auto"``, ``"min"``, bytes, a size such as ``"8GiB"``, or a share in (0, 1] (see
+            `lightning_remat.budget.parse_budget`).
         solver: one of `lightning_remat.solvers.available()`.
         time_limit: seconds that the solver may take for one plan.
         solver_options: the solver's own options (`lightning_remat.solvers.options_of`).
         cost_model: ``"profile"`` (measure on the device), ``"roofline"``, ``"roofline:<device>"``, ``"flops"`` or ``"unit"``.
-        margin: share of the device that ``budget="auto"`` leaves unused.
-        background: train on the first plan, made in about two seconds, while a process of its own searches on for the rest of
-            the time limit; a cheaper plan is swapped in between two steps, with the same results. Not for ``"min"``, nor for
-            steps that are captured as several graphs: those are planned as a whole after the first call.
+        margin: share of the device that ``budget="auto"`` leaves unused, in [0, 1).
+        background: train on the first plan, made in about two seconds, while another process searches on for
+            ``time_limit``; a cheaper plan is swapped in between two steps, with the same results. Without effect for
+            ``"min"``, and for steps that are captured as several graphs: those are planned as a whole after the first
+            call.
         allocator: ``"auto"`` switches expandable segments on (or reserves memory in one piece) while scheduled steps run on a
             CUDA device, where its caching allocator would otherwise reserve more, and puts its settings back afterwards;
             settings that the user has made stay. ``"leave"`` leaves it alone.
 
     Raises:
         ConfigError, BudgetError: on construction, saying what was given and what is accepted.
+
+    Example:
+        >>> RematConfig(budget="50%", solver="greedy", time_limit=5.0).solver
+        'greedy'
     """
 
     budget: Any = "auto"
@@ -72,6 +78,7 @@ class RematConfig:
 
         Raises:
             ConfigError: for an unknown or malformed option, naming the accepted ones.
+            BudgetError: for a budget that cannot be understood.
         """
         names = [field.name for field in dataclasses.fields(cls)]
         plain = OmegaConf.to_container(options, resolve=True) if OmegaConf.is_config(options) else dict(options)

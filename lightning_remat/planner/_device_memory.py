@@ -1,9 +1,9 @@
-"""A CUDA device's memory around a plan: what its allocator reserves for it, and how its memory is arranged meanwhile.
+"""A CUDA device's memory around a plan: what the caching allocator reserves for it, and how that is configured.
 
-A plan's peak counts bytes that are allocated. What the device gives is reserved in segments, in which free pieces lie between
-used ones: a step may run out of memory with gigabytes free. So a schedule's requests are run through a model of the allocator
-(`lightning_remat.allocator`), under each arrangement that may be used, and ``budget="auto"`` takes a schedule only if that
-fits.
+A plan's peak counts allocated bytes. The allocator reserves segments from the device, in which free blocks lie between
+used ones: by fragmentation a step may run out of memory with gigabytes free. So a schedule's allocations are run
+through a model of the allocator (`lightning_remat.allocator`), under each `Arrangement` that may be used, and
+``budget="auto"`` takes a schedule only if it fits by that model.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from lightning_remat.solvers import Solution, Status
 log = logging.getLogger(__name__)
 
 TRIES = 5
-"""Solves within less and less, until the allocator's model says that what comes out fits."""
+"""Solves within ever smaller budgets, at most, until a schedule fits by the allocator's model."""
 
 LEAST_STEP = 0.01
-"""Of what lies between the floor and the budget, what the next try gives up at least."""
+"""Share of the bytes between the floor and the last try's budget that the next try gives up, at least."""
 
 SETTLED_BY_USERS = ("expandable_segments", "max_split_size_mb", "backend")
-"""Settings beside which expandable segments are not switched on: the user has said so, or they do not go together."""
+"""Settings of the user's with which expandable segments are not switched on: they decide it, or exclude it."""
 
 
 _Found = tuple[ComputationGraph, Solution, Footprint]
@@ -49,11 +49,11 @@ _Found = tuple[ComputationGraph, Solution, Footprint]
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """What is known of the device's memory where a graph is planned.
+    """What is known of a CUDA device's memory when a graph is planned.
 
     Attributes:
-        holdings: what lies around the graph.
-        arrangements: how memory may be arranged.
+        holdings: the allocator's settings, and what it holds beside the graph.
+        arrangements: the ways in which memory may be arranged.
         limit_bytes: the most that the process may reserve; ``None`` where that is not known.
     """
 
@@ -62,9 +62,9 @@ class DeviceMemory:
     limit_bytes: int | None = None
 
     def footprint(self, graph: ComputationGraph, schedule: Schedule, limit_bytes: int | None = None) -> Footprint:
-        """What the allocator does with a schedule, in the best arrangement, within a limit or else the device's own.
+        """What the allocator does with a schedule in the best arrangement, within a limit (by default the device's).
 
-        For a step that is not changed, memory stays as it is where that will do.
+        Where a schedule evaluates nothing again and fits without a new arrangement, memory stays as it is.
         """
         limit = self.limit_bytes if limit_bytes is None else limit_bytes
         if max(schedule.evaluations.values(), default=0) <= 1:
@@ -81,15 +81,15 @@ class DeviceMemory:
         reserved: bool,
         again: Callable[[int], tuple[ComputationGraph, Solution]],
     ) -> _Found:
-        """A solution whose footprint is within the budget: the one that is given, or one that is found within less.
+        """A solution whose footprint is within the budget: the given one, or one that is found within a smaller budget.
 
         Args:
-            graph: the problem.
-            solution: of it, within the budget as far as tensors go.
+            graph: the graph to schedule.
+            solution: a schedule for it whose tensors are within the budget.
             budget_bytes: what the step may use.
-            reserved: the budget is one of reserved bytes (``"auto"``), not of allocated ones.
-            again: solves within fewer bytes; raises `InfeasibleBudgetError` where that cannot be, `ScheduleError`
-                where what is found is refused.
+            reserved: whether the budget is one of reserved bytes (``"auto"``), not of allocated ones.
+            again: solves within fewer bytes; raises `InfeasibleBudgetError` where nothing is found, and `ScheduleError`
+                where the verifier refuses what is found.
 
         Returns:
             The graph, its solution and its footprint: where none was found that is within the budget, the one that comes
@@ -137,13 +137,16 @@ class DeviceMemory:
 
 
 def less(within: int, floor_bytes: int, excess: int) -> int:
-    """What to solve within next, where a schedule within ``within`` bytes took so many too much: never down to the floor."""
+    """The bytes to solve within next, after a schedule within ``within`` took ``excess`` bytes too much.
+
+    At most half of what lies above the floor is given up at once.
+    """
     room = max(0, within - floor_bytes)
     return within - max(1, int(LEAST_STEP * room), min(excess, room // 2))
 
 
 def _bounded(found: _Found, first: Solution) -> _Found:
-    """With a bound for all schedules within the budget: that of the first solution, which need not care for fragmentation."""
+    """The solution with the lower bound of the first one, which was solved within the whole budget."""
     graph, solution, taken = found
     if solution is first:
         return found
@@ -160,10 +163,10 @@ def _bounded(found: _Found, first: Solution) -> _Found:
 
 
 class DeviceAllocator:
-    """The allocator of the device that a step runs on: read when a graph is planned, arranged while plans run, then put back.
+    """Reads the CUDA caching allocator when a graph is planned, and arranges it while plans run, until `put_back`.
 
     Args:
-        option: ``"auto"`` arranges it where that makes a step fit in less; ``"leave"`` leaves it as it is.
+        option: ``"auto"`` arranges it where a step then fits in less; ``"leave"`` leaves it as it is.
     """
 
     def __init__(self, option: str = "auto") -> None:
@@ -175,8 +178,8 @@ class DeviceAllocator:
 
         Args:
             device: where the step runs.
-            state_bytes: what the optimizers will hold there after the first step.
-            begins: nothing of a training step is there yet but what it keeps all along, and the batch.
+            state_bytes: bytes that the optimizers' state will take there after the first step.
+            begins: no step has run yet: what the allocator holds now is what a step holds throughout, and the batch.
         """
         if device.type != "cuda" or not _is_torchs_own():
             return None
@@ -186,7 +189,7 @@ class DeviceAllocator:
         except ConfigError as error:
             log.warning("What the allocator reserves is not predicted: %s", error)
             return None
-        torch.cuda.empty_cache()  # what is cached now lies where earlier work has left it
+        torch.cuda.empty_cache()  # free segments of earlier work are no part of the step
         return DeviceMemory(
             holdings=Holdings(settings, held_segments(device) if begins else (), state_bytes),
             arrangements=arrangements(self._option, text if self._before is None else self._before),
@@ -194,7 +197,7 @@ class DeviceAllocator:
         )
 
     def arrange(self, footprint: Footprint | None, device: torch.device) -> None:
-        """Arrange the device's memory as a plan's footprint has it, until `put_back`."""
+        """Arrange the device's memory in the way that a plan's footprint names, until `put_back`."""
         if footprint is None or footprint.arrangement is Arrangement.AS_IT_IS or self._option == "leave":
             return
         torch.cuda.empty_cache()
@@ -209,14 +212,14 @@ class DeviceAllocator:
             log.info("expandable segments are switched on while the scheduled step is trained")
 
     def put_back(self) -> None:
-        """Leave the allocator with the settings that it had."""
+        """Give the allocator the settings back that it had."""
         if self._before is not None:
             internals.set_allocator_settings(with_expandable_segments(self._before, False))
             self._before = None
 
 
 def arrangements(option: str, settings: str) -> tuple[Arrangement, ...]:
-    """How memory may be arranged, given what the user has set (`internals.allocator_settings`)."""
+    """The ways in which memory may be arranged, given the user's settings (``internals.allocator_settings()``)."""
     if option == "leave":
         return (Arrangement.AS_IT_IS,)
     named = {part.partition(":")[0].strip() for part in settings.split(",")}
@@ -226,35 +229,36 @@ def arrangements(option: str, settings: str) -> tuple[Arrangement, ...]:
 
 
 def with_expandable_segments(settings: str, value: bool) -> str:
-    """A text of settings, with expandable segments on or off."""
+    """The text of the allocator's settings, with expandable segments switched on or off in it."""
     others = [part for part in settings.split(",") if part and not part.strip().startswith("expandable_segments")]
     return ",".join([*others, f"expandable_segments:{value}"])
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """What is allocated on a CUDA device now, workspaces of cuBLAS in the forward's and the backward's thread among it.
+    """Bytes allocated on a CUDA device now, including cuBLAS's workspaces of the forward's and backward's threads.
 
-    Each thread's library takes its workspace with its first matrix product, and keeps it: it is made to.
+    cuBLAS allocates a workspace with the first matrix product of each thread, and keeps it. So one product runs here
+    first.
     """
     try:
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
             ones = torch.ones(16, 16, device=device, requires_grad=True)
             (ones @ ones).sum().backward()  # type: ignore[no-untyped-call]
-    except RuntimeError as error:  # "deterministic behavior was enabled", without the setting that cuBLAS needs for it
+    except RuntimeError as error:  # "Deterministic behavior was enabled ...", but CUBLAS_WORKSPACE_CONFIG is not set
         log.info("cuBLAS's workspaces are not counted: %s", error)
     torch.cuda.synchronize(device)
     return torch.cuda.memory_allocated(device)
 
 
 def held_segments(device: torch.device) -> tuple[Segment, ...]:
-    """What the allocator holds on a CUDA device."""
+    """The segments that the allocator has reserved on a CUDA device."""
     index = device.index if device.index is not None else torch.cuda.current_device()
     found: Sequence[Mapping[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
     return tuple(segment_of(one) for one in found if one["device"] == index)
 
 
 def segment_of(snapshot: Mapping[str, Any]) -> Segment:
-    """A segment of ``torch.cuda.memory_snapshot``."""
+    """A segment, from its entry in ``torch.cuda.memory_snapshot()``."""
     blocks = tuple((int(block["size"]), block["state"] != "inactive") for block in snapshot["blocks"])
     return Segment(
         address=int(snapshot["address"]),

@@ -1,9 +1,9 @@
-"""Gradients that are larger than what they are made of, made last.
+"""Computing gradients that are larger than their inputs at the end of the backward.
 
-Eager makes each gradient where its layer's backward runs, and it is held from there to the end of the step. Where it is larger
-than what it is made of (a wide linear layer on a small batch, a gradient that is only cast to a wider type), holding that
-instead, and making the gradient when the activations are gone, lowers the peak and costs nothing. The same kernels run on the
-same values: no bit changes.
+Eager mode computes each gradient when its layer's backward runs, and holds it from there to the end of the step. Where
+a gradient is larger than what it is computed from (a wide linear layer on a small batch, a gradient that is only cast
+to a wider type), it lowers the peak to hold these inputs instead, and to compute the gradient when the activations are
+gone. That costs nothing, and no bit changes: the same kernels run on the same values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def with_late_gradients(captured: CapturedGraph) -> CapturedGraph:
 
 
 def _late_ops(graph: ComputationGraph, problem: Problem) -> set[int]:
-    """Backward ops that only gradients depend on, and that make more bytes than they hold; with the views of what they make."""
+    """Backward ops that only gradients depend on, with outputs larger than their inputs; and views of these outputs."""
     kept = frozenset((*problem.finals, *problem.forward_outputs))
     nodes: set[int] = set()
     for node in range(len(problem) - 1, problem.boundary - 1, -1):

@@ -1,4 +1,4 @@
-"""Budget and graph to plan."""
+"""Making a plan for one graph: its budget in bytes, a schedule within it, and what is known of both."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ from lightning_remat.solvers import INTERRUPTED, Problem, Solution, Status, find
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
+"""Called with a text about the work in progress."""
 
 FIRST_SECONDS = 2.0
-"""Time limit of the first plan, where a better one is searched for in the background."""
+"""Time limit of the first plan, where a cheaper one is searched for in the background."""
 
 SMALLEST_SHARE = 0.5
-"""Share of the time limit for finding the smallest peak where the rest is for a cheaper schedule at it."""
+"""With the budget ``"min"``: share of the time limit for the smallest peak; the rest is for a cheaper schedule."""
 
 OVERRUN = 0.05
-"""Share of the time limit that the last steps of both searches take beyond their own limits."""
+"""Share of the time limit by which both searches together may overrun their own limits."""
 
 UNPLANNED = "none"
-"""The solver of a plan that is the captured order whatever the budget (`unplanned`)."""
+"""The solver's name in a plan that is the captured order whatever the budget (`unplanned`)."""
 
 FOR_ONCE = "the smallest, until the call as a whole is known"
-"""Note of a plan of one part of a call, for which alone there is none within the budget."""
+"""Note in the plan of one part of a call for which alone no schedule within the budget was found."""
 
 OTHERS = ("auto", "greedy", "descent", "linearized_greedy")
-"""Solvers that are asked in turn where the verifier refuses what the configured one has found."""
+"""Solvers that are tried in turn where the verifier refuses what the configured one has found."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +49,8 @@ class AtHand:
     """Schedules that are known before a graph is planned, such as those of other batch sizes.
 
     Attributes:
-        find: gives the best for a graph within a budget in bytes, verified; ``None`` where none fits.
-        suffices: where there is one, nothing is solved for. It is not kept for later runs then.
+        find: returns the cheapest of them for a graph within a budget in bytes, verified; ``None`` where none fits.
+        suffices: whether such a schedule is taken without solving. It is not kept for later runs then.
     """
 
     find: Callable[[ComputationGraph, int], Solution | None]
@@ -73,23 +74,26 @@ def make_plan(
     """Choose a schedule for ``graph`` within ``config.budget``.
 
     Args:
-        graph: with costs, and with what lies outside of it (``resident_bytes``).
+        graph: with costs, and with the memory that is held outside of it (``resident_bytes``).
         config: budget, solver and time limit.
         held_bytes: what the process holds on the device already; only ``budget="auto"`` on the CPU needs it.
-        replay_bytes: what of ``resident_bytes`` is there only where random ops are evaluated again.
+        replay_bytes: the part of ``resident_bytes`` that is needed only where random ops are evaluated again.
         cost_seconds: time spent on measuring, for the plan's record.
-        progress: told in words what is being done.
-        cache: plans of earlier runs, read first and added to; ``None`` solves.
-        memory: of the device; what its allocator takes for the schedule is part of the plan then, and within the budget.
-        reserved: the budget is one of what the allocator reserves, not of what it has allocated; by default for ``"auto"``.
-        at_hand: schedules to begin with: nothing dearer is taken.
-        part: the budget is that of several graphs, of which this is one that cannot wait for the others: where no schedule is
-            within it, the plan is that of the smallest peak, over the budget, with the note `FOR_ONCE`.
+        progress: called with a text about the work in progress.
+        cache: plans of earlier runs, which are used, and added to; ``None`` always solves.
+        memory: the CUDA device's memory: the allocator's footprint is then part of the plan, and is kept within the
+            budget.
+        reserved: whether the budget is one of reserved bytes, not of allocated ones; by default if it is ``"auto"``.
+        at_hand: schedules that are known already: nothing dearer than these is taken.
+        part: whether this is one of several graphs that share the budget, and has to run before the others are known:
+            where no schedule is within the budget, the plan is that of the smallest peak, over it, with the note
+            `FOR_ONCE`.
 
     Raises:
-        InfeasibleBudgetError: when no schedule was found, for what is no part; it names the smallest budget for which one was.
+        InfeasibleBudgetError: when no schedule was found (unless ``part``); it names the smallest budget for which one
+            was.
         BudgetError: for a size over what the device has.
-        ScheduleError: when the verifier refuses what any solver finds, which none should let happen.
+        ScheduleError: when the verifier refuses what every solver finds, which is a defect of theirs.
     """
     started = time.monotonic()
     say = progress or (lambda _text: None)
@@ -109,7 +113,7 @@ def make_plan(
 
     file: Path | None = None
     known: Solution | None = None
-    if cache is not None and budget.kind is BudgetKind.MIN:  # what it resolves to is a search of its own
+    if cache is not None and budget.kind is BudgetKind.MIN:  # its bytes are known only after a search
         file = cache.path(graph, "min", config)
         known = cache.load(file, graph)
         budget_bytes = known.peak_bytes if known is not None else smallest().peak_bytes
@@ -119,7 +123,7 @@ def make_plan(
         )
 
     def solved(within: int) -> tuple[ComputationGraph, Solution]:
-        """The graph as it is counted, and a schedule for it within so many bytes."""
+        """The graph (without ``replay_bytes`` if nothing runs again), and a schedule for it within so many bytes."""
         if baseline.peak_bytes <= within and (solution := _without_remat(plain, within)) is not None:
             return plain, solution
         path, found = (file, known) if within == budget_bytes else (None, None)
@@ -182,10 +186,10 @@ def make_plan(
 
 
 def unplanned(graph: ComputationGraph, config: RematConfig, reason: str, *, held_bytes: int = 0) -> Plan:
-    """The captured order, whatever the budget: what runs where no schedule can be made.
+    """A plan that is the captured order, whatever the budget; ``reason`` says why no schedule could be made.
 
     Raises:
-        ScheduleError: when the verifier refuses that too.
+        ScheduleError: when the verifier refuses the captured order too.
     """
     started = time.monotonic()
     problem = Problem(graph)
@@ -212,9 +216,9 @@ def unplanned(graph: ComputationGraph, config: RematConfig, reason: str, *, held
 def _solution(
     graph: ComputationGraph, within: int, config: RematConfig, smallest: Callable[[], Solution], beside: Solution | None
 ) -> tuple[Solution, bool]:
-    """A schedule within so many bytes, or what the solver says of why there is none; whether the user ended the search.
+    """A solution within so many bytes (without a schedule if none was found), and whether the user interrupted it.
 
-    Nothing is dearer than ``beside``, which is at hand.
+    It is not dearer than ``beside``, a schedule that is known already.
     """
     if parse_budget(config.budget).kind is BudgetKind.MIN:
         least = smallest()
@@ -232,17 +236,17 @@ def _solution(
 
 
 def seconds_left(time_limit: float, spent: float) -> float:
-    """Of a time limit for ``budget="min"``, what is for a cheaper schedule once the smallest peak was found in ``spent``."""
+    """With ``budget="min"``: the seconds left for a cheaper schedule, after ``spent`` seconds for the smallest peak."""
     return max((1 - OVERRUN) * time_limit - spent, 0.8 * (1 - SMALLEST_SHARE) * time_limit)
 
 
 def _by_any(
     graph: ComputationGraph, within: int, config: RematConfig, limit: float, known: Solution | None = None
 ) -> Solution:
-    """What the configured solver finds, or another one, where the verifier refuses that.
+    """The solution of the configured solver, or of another one, where the verifier refuses that.
 
     Raises:
-        ScheduleError: where it refuses the schedules of all.
+        ScheduleError: where the verifier refuses the schedules of all.
     """
     refused: ScheduleError | GraphError | None = None
     for method in dict.fromkeys((config.solver, *OTHERS)):
@@ -264,7 +268,7 @@ def _by_any(
 
 
 def _without_remat(plain: ComputationGraph, within: int) -> Solution | None:
-    """The captured order, where the verifier takes it as the planner does: as fitting."""
+    """The captured order as a solution; ``None`` where the verifier refuses it, although it should fit."""
     try:
         return solve(plain, within, "no_remat")
     except (ScheduleError, GraphError) as error:
@@ -273,7 +277,7 @@ def _without_remat(plain: ComputationGraph, within: int) -> Solution | None:
 
 
 def _cheaper_of(solution: Solution, beside: Solution | None) -> Solution:
-    """What is at hand, where that is cheaper, with the better bound."""
+    """The cheaper of a solution and a known one (``beside``), with the better lower bound of the two."""
     if beside is None or beside.seconds >= solution.seconds:
         return solution
     if beside.lower_bound_seconds < solution.lower_bound_seconds <= beside.seconds:

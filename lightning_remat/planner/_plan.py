@@ -22,21 +22,30 @@ FORMAT_VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What was decided for one captured graph at one set of shapes.
+    """A schedule for one captured graph at one set of shapes, with what is predicted of it.
 
     Attributes:
         graph: the captured graph, with costs.
         schedule: the verified schedule.
         budget_bytes: the most that may be held at any moment, everything counted.
-        predicted_peak_bytes, predicted_seconds: of the schedule.
-        baseline_peak_bytes, baseline_seconds: of the captured step without rematerialization.
-        solver: which method made the schedule.
+        predicted_peak_bytes, predicted_seconds: peak and time of a step under the schedule.
+        baseline_peak_bytes, baseline_seconds: peak and time of the captured step without rematerialization.
+        solver: the method that made the schedule.
         status: how the solve ended.
-        lower_bound_seconds, bound_scope: no schedule in that scope that fits the budget is faster.
-        solve_seconds, cost_seconds: wall time of solving, and of measuring the ops.
-        notes: what happened on the way.
-        footprint: what the device's caching allocator does with the schedule, by the model of it; ``None`` where there is no
-            such allocator (on the CPU).
+        lower_bound_seconds: no schedule in ``bound_scope`` that fits the budget takes less time.
+        bound_scope: the schedules that the bound holds for, in words.
+        solve_seconds, cost_seconds: wall time of solving, and of measuring the ops, in seconds.
+        notes: what happened on the way, in words.
+        footprint: what the CUDA caching allocator does with the schedule, by a model of it; ``None`` on the CPU and
+            with allocators that are not modelled.
+
+    Example:
+        >>> import torch
+        >>> from lightning_remat import rematerialize
+        >>> step = rematerialize(torch.nn.Linear(4, 4), budget="min", cost_model="unit")
+        >>> _ = step(torch.ones(2, 4))
+        >>> step.plan.predicted_peak_bytes <= step.plan.budget_bytes
+        True
     """
 
     graph: ComputationGraph
@@ -57,12 +66,12 @@ class Plan:
 
     @property
     def predicted_allocated_bytes(self) -> int:
-        """The most that the allocator counts as allocated: the predicted peak, and what its blocks have too much."""
+        """The most that the allocator counts as allocated, in bytes: the predicted peak, rounded up to its blocks."""
         return self.footprint.allocated_bytes if self.footprint is not None else self.predicted_peak_bytes
 
     @property
     def predicted_reserved_bytes(self) -> int:
-        """The most that the allocator takes from the device; 0 where there is no caching allocator."""
+        """The most that the allocator reserves on the device, in bytes; 0 where ``footprint`` is ``None``."""
         return self.footprint.reserved_bytes if self.footprint is not None else 0
 
     @property
@@ -72,23 +81,23 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """How far the schedule can be from the bound: ``predicted / bound - 1``."""
+        """How far the schedule can be from the lower bound: ``predicted / bound - 1`` (``inf`` for a bound of 0)."""
         if self.lower_bound_seconds <= 0:
             return 0.0 if self.predicted_seconds <= 0 else float("inf")
         return max(0.0, self.predicted_seconds / self.lower_bound_seconds - 1.0)
 
     @property
     def rematerializes(self) -> bool:
-        """Whether any op is evaluated more than once."""
+        """Whether any op is evaluated more than once (views do not count)."""
         return any(count > 1 for op, count in self.schedule.evaluations.items() if not self.graph.is_view[op])
 
     @property
     def saving(self) -> float:
-        """Share of the baseline peak that is saved."""
+        """Share of the baseline peak that is saved: ``1 - predicted / baseline``."""
         return 1.0 - self.predicted_peak_bytes / self.baseline_peak_bytes if self.baseline_peak_bytes else 0.0
 
     def solution(self) -> Solution:
-        """What a solver would have returned for it."""
+        """The plan as the solution that a solver would have returned."""
         return Solution(
             schedule=self.schedule,
             status=self.status,
@@ -106,7 +115,7 @@ class Plan:
         return simulate(self.graph, self.schedule)
 
     def baseline_schedule(self) -> Schedule:
-        """Every op once, in the captured order."""
+        """The schedule without rematerialization: every op once, in the captured order."""
         problem = Problem(self.graph)
         return problem.expand(problem.captured)
 
@@ -115,7 +124,7 @@ class Plan:
         return simulate(self.graph, self.baseline_schedule())
 
     def summary(self) -> str:
-        """One line for a person."""
+        """The plan as one line of text."""
         reserved = f", reserved {format_bytes(self.predicted_reserved_bytes)}" if self.footprint is not None else ""
         if self.footprint is not None and self.footprint.arrangement is not Arrangement.AS_IT_IS:
             reserved += f" ({self.footprint.arrangement.value})"
@@ -144,7 +153,11 @@ class Plan:
         return data
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON, in one step: whoever reads sees all of it."""
+        """Write the plan as JSON, atomically: whoever reads the file sees all of it.
+
+        Raises:
+            OSError: when the file cannot be written.
+        """
         replace_file(path, json.dumps(self.to_dict(), separators=(",", ":")))
 
     @classmethod
@@ -153,6 +166,7 @@ class Plan:
 
         Raises:
             GraphError: when the file is no plan, or one of another format version.
+            OSError: when the file cannot be read.
         """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -171,7 +185,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], graph: ComputationGraph) -> Plan:
-        """A plan of ``graph`` from what `to_dict` gave, whose own graph is not looked at.
+        """A plan of ``graph`` from what `to_dict` gave; the graph in that is ignored.
 
         Raises:
             KeyError, TypeError, ValueError: where a field is missing or malformed.
@@ -189,7 +203,7 @@ class Plan:
 
 
 def with_beside(plan: Plan, nbytes: int, budget_bytes: int = 0) -> Plan:
-    """The plan where so many more bytes are held all through the step, and its budget is larger by ``budget_bytes``."""
+    """The plan with ``nbytes`` more held all through the step, and a budget that is larger by ``budget_bytes``."""
     return dataclasses.replace(
         plan,
         graph=plan.graph.replace(resident_bytes=plan.graph.resident_bytes + nbytes),

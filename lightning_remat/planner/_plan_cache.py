@@ -1,4 +1,4 @@
-"""Plans kept on disk between runs: the second run of the same training does not solve again."""
+"""A cache of plans on disk: the second run of the same training does not solve again."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ from lightning_remat.solvers import Solution
 log = logging.getLogger(__name__)
 
 MOST = 200
-"""Files that are kept, the ones used last."""
+"""Plans that are kept, at most: the files that were used last."""
 
 
 def fingerprint(graph: ComputationGraph, *facts: Any) -> str:
-    """Text that tells graphs apart, with other facts beside them; names in a graph do not count."""
+    """A hash that tells scheduling problems apart: of the graph's structure, bytes and costs, and of other ``facts``.
+
+    Names, modules, targets, dtypes, shapes and the device do not count: a schedule is valid whatever they are.
+    """
     data = graph.to_dict()
     for named in (data, *data["tensors"], *data["ops"]):
         for field in ("name", "module", "target", "dtype", "shape", "device"):
@@ -39,7 +42,7 @@ class PlanCache:
 
     What is found is verified against the graph before it is used. Nothing that goes wrong with the disk raises: a file that is
     corrupt or does not fit is ignored with a warning and written anew, a directory that cannot be written is warned of once.
-    Files are replaced in one step, so that writers may run at the same time.
+    Files are replaced atomically, so that several processes may write at the same time.
 
     Args:
         directory: where the files lie; by default ``plans`` in the project's own directory (see `cache_directory`).
@@ -53,7 +56,7 @@ class PlanCache:
         """The file for a problem.
 
         Args:
-            graph: the problem; names in it do not count.
+            graph: the problem; see `fingerprint` for what of it counts.
             budget: in bytes, or ``"min"``.
             config: solver, its options and its time limit count.
         """
@@ -61,7 +64,7 @@ class PlanCache:
         return self.directory / f"plan-{fingerprint(graph, *facts)}.json"
 
     def load(self, path: Path, graph: ComputationGraph) -> Solution | None:
-        """What is known for a problem, verified; ``None`` if nothing is."""
+        """The solution that is kept for a problem, verified; ``None`` if there is none that can be used."""
         started = time.monotonic()
         try:
             solution = read_solution(path, graph)
@@ -78,7 +81,7 @@ class PlanCache:
         )
 
     def store(self, path: Path, solution: Solution, budget_bytes: int) -> None:
-        """Keep the solution of a problem."""
+        """Keep the solution of a problem, unless it has no schedule."""
         if solution.schedule is None:
             return
         data = {"budget_bytes": budget_bytes, "solution": solution.to_dict()}
@@ -97,7 +100,7 @@ class PlanCache:
                 )
 
     def keep_refused(self, graph: ComputationGraph) -> str:
-        """Write a graph for which no solver finds what the verifier takes; says where it lies, for a report."""
+        """Write a graph whose schedules the verifier refuses; returns where it lies, in words for a bug report."""
         path = self.directory / f"refused-{fingerprint(graph)}.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,12 +111,12 @@ class PlanCache:
 
 
 def read_solution(path: Path, graph: ComputationGraph, budget_bytes: int | None = None) -> Solution:
-    """The solution in a file (`PlanCache.store`, or the process of `_search`), verified.
+    """The solution in a file that `PlanCache.store` or ``python -m lightning_remat.solvers`` has written, verified.
 
     Args:
         path: the file.
-        graph: the problem.
-        budget_bytes: what it must stay within; by default the budget that the file names.
+        graph: the graph that it is a solution of.
+        budget_bytes: what its peak must stay within; by default the budget that the file names.
 
     Raises:
         OSError: when the file cannot be read.

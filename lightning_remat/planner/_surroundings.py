@@ -1,4 +1,4 @@
-"""What the device holds beside a captured graph."""
+"""The memory that is held beside a captured graph: the module, gradients, the optimizer's state, other graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_remat.graph import ComputationGraph, TensorRole
 from lightning_remat.schedule import Schedule
 
 Weights = Mapping[int, int]
-"""Bytes of the parameters that get gradients, by what tells them apart."""
+"""Bytes of the parameters that a graph gives gradients, by their ids."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Surroundings:
         module_bytes: all parameters and buffers; 0 where they are not known (those of the graph are counted anyway).
         trainable_bytes: the parameters that get gradients, likewise.
         resident_bytes: anything else that is there all through the step (optimizer state).
-        old_gradients: the gradients of the step before live through the forward.
-        accumulating: they live through the backward too.
-        held_bytes: what of all this the process holds already.
-        state_bytes: of ``resident_bytes``, what comes after the first step (the optimizer's state).
-        kept_free_bytes: of ``resident_bytes``, what something else will need, which does not hold it now.
+        old_gradients: whether the gradients of the previous step live through the forward.
+        accumulating: whether they live through the backward too.
+        held_bytes: the part of all this that the process holds already.
+        state_bytes: the part of ``resident_bytes`` that is allocated after the first step (the optimizer's state).
+        kept_free_bytes: the part of ``resident_bytes`` that something else will need, and does not hold now.
     """
 
     module_bytes: int = 0
@@ -47,14 +47,16 @@ class Surroundings:
         later: Sequence[Weights] = (),
         kept_bytes: int = 0,
     ) -> ComputationGraph:
-        """The captured graph with all this around it.
+        """The captured graph with all this counted in its ``resident_bytes`` and ``forward_resident_bytes``.
 
         Args:
             captured: one graph of the step.
             weights: its parameters that get gradients.
-            earlier: the graphs that ran before it in the same forward, and theirs. What they keep is alive while this one
-                runs; their backwards come after this one's, so that their gradients are not there yet.
-            later: those of the graphs that run after it, as far as they are known: these gradients are there already.
+            earlier: the graphs that ran before it in the same forward, each with its weights. What they save for the
+                backward is alive while this one runs; their backwards run after this one's, so that their gradients are
+                not there yet.
+            later: the weights of the graphs that run after it, as far as known: in this one's backward their gradients
+                are there already.
             kept_bytes: what the forwards of the earlier ones leave behind (`Timeline.saved_bytes`).
         """
         graph = captured.graph
@@ -62,7 +64,7 @@ class Surroundings:
         others = max(0, self.trainable_bytes - sum(weights.values()))  # gradients of parameters outside this graph
         not_later = {key: nbytes for used in (weights, *(used for _, used in earlier)) for key, nbytes in used.items()}
         again = {key for used in later for key in used} & not_later.keys()  # weights that several graphs share
-        # Autograd adds their gradients up as they come: for a moment there are both and the sum.
+        # Autograd adds up their gradients as they arrive: for a moment two of them and their sum are there.
         made = max(0, self.trainable_bytes - sum(not_later.values())) + 2 * sum(not_later[key] for key in again)
         kept = kept_bytes + sum(
             _bytes(other, TensorRole.BATCH) - _handed_over_bytes(graphs[:i], other) for i, other in enumerate(graphs)
@@ -74,7 +76,7 @@ class Surroundings:
             + max(0, kept - _handed_over_bytes(graphs, graph))
             + replay_bytes(captured)
         )
-        # A tangent that is held to the end is no gradient of a parameter.
+        # A tangent (the gradient of an output) that is held to the end is no gradient of a parameter.
         tangents = {graph.tensors[t].storage for t in set(graph.backward_outputs) & set(graph.inputs)}
         own = graph.gradient_bytes - sum(graph.storages[s] for s in tangents) + captured.handed_over_bytes
         old = max(0, own + others - made) if self.old_gradients else 0
@@ -84,18 +86,18 @@ class Surroundings:
 
 
 def replay_bytes(captured: CapturedGraph) -> int:
-    """What is kept on the device of random generators' states, if all random ops that can be are evaluated again."""
+    """Bytes of random states that are kept on the device if every recomputable random op is evaluated again."""
     return _state_bytes(captured.device) * sum(op.random and op.recomputable for op in captured.graph.ops)
 
 
 def replayed_bytes(graph: ComputationGraph, schedule: Schedule) -> int:
-    """The same for what one schedule evaluates again."""
+    """The same for the random ops that one schedule evaluates again."""
     again = sum(graph.ops[op].random for op, count in schedule.evaluations.items() if count > 1)
     return _state_bytes(torch.device(graph.device or "cpu")) * again
 
 
 def _state_bytes(device: torch.device) -> int:
-    """Bytes of a generator's state, where it is kept on the device itself."""
+    """Bytes of one random state on the device: states are in host memory, which counts for the CPU only."""
     return torch.get_rng_state().nbytes if device.type == "cpu" else 0
 
 
@@ -107,7 +109,7 @@ def _bytes(graph: ComputationGraph, role: TensorRole) -> int:
 def _handed_over_bytes(earlier: Sequence[ComputationGraph], graph: ComputationGraph) -> int:
     """Bytes of the outputs and inputs of earlier graphs that are inputs of this one, and would otherwise count twice.
 
-    Matched by shape and dtype: the graphs are captured apart, and nothing else tells.
+    They are matched by shape and dtype: graphs are captured separately, and there is nothing else to match by.
     """
     outputs = [
         (t.shape, t.dtype, other.storages[t.storage])

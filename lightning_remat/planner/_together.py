@@ -1,16 +1,17 @@
-"""One plan over all the graphs of a step: what one of them saves is alive while the next ones run.
+"""Planning all graphs of a step together: what one of them saves for its backward is alive while the next ones run.
 
-A step that is captured as several graphs runs their forwards in order and their backwards in the opposite order. While graph
-i runs, forward or backward, what the earlier ones keep is held beside it: with the peak of i alone p_i and what j keeps k_j,
+A step that is captured as several graphs runs their forwards in order and their backwards in the opposite order. While
+graph i runs, forward or backward, what the earlier ones have saved is held beside it. With p_i for the peak of i alone,
+and k_j for what j keeps, the only constraint between the graphs is
 
     p_i + sum of k_j for j < i  <=  budget    for every i
 
-is all that ties them together. Each graph gets a choice of schedules, from `plan_curve`: cheapest for a peak, and cheapest for
-what is kept. A dynamic program over what has been kept so far picks one for each (the graphs are a chain), and then each graph
+Each graph gets a choice of schedules from `plan_curve`: the cheapest ones for a peak, and the cheapest ones for what is
+kept. A dynamic program along the chain of graphs, over what has been kept so far, picks one for each; then each graph
 is solved once more in exactly the room that the others leave it.
 
-What others need while a graph waits for its backward is one more op at the end of its forward, whose workspace it is: no
-solver has to know of it.
+What other graphs and uncaptured code need between a graph's forward and its backward is the workspace of one more op at
+the end of its forward (`OUTSIDE`), so that no solver has to know of it.
 """
 
 from __future__ import annotations
@@ -40,27 +41,27 @@ from lightning_remat.solvers.common._registry import ANY_ORDER
 log = logging.getLogger(__name__)
 
 NEEDS = (0.0, 1.0)
-"""What others need where curves are made, as shares of the graph's own peak: where it is large, what is kept is what counts."""
+"""Workspaces of `OUTSIDE` for which curves are made, as shares of the graph's peak: a large one makes keeping dear."""
 
 POINTS = 12
 """Budgets of one curve."""
 
 TRIES = 3
-"""Plans within less and less, until they fit together as the device's allocator sees them."""
+"""Plans within ever smaller budgets, at most, until the graphs fit together by the model of the device's allocator."""
 
 LESS = 0.1
-"""Of what lies between the floor and the budget, what the next try gives up."""
+"""Share of the bytes between the floor and the last try's budget that the next try gives up, at least."""
 
 CURVES_SHARE = 0.4
 """Share of the time limit for all curves; the rest is for the solves."""
 
 MOST_CHOICES = 400
-"""Partial choices that the dynamic program goes on with, evenly spaced by what they keep."""
+"""Partial choices that the dynamic program goes on with, at most: of more, every nth in the order of kept bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One graph of a step, with costs, and what lies around it, as far as it is known and as it was measured."""
+    """One graph of a step, with costs, and the memory beside it: what is known (``around``), and what was measured."""
 
     captured: CapturedGraph
     weights: Weights
@@ -74,7 +75,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class _Option:
-    """One schedule of a graph: alone, with nothing kept before it and nothing needed after it."""
+    """One schedule of a graph, with its peak and what it keeps, if it were the only graph of the step."""
 
     schedule: Schedule
     seconds: float
@@ -84,7 +85,7 @@ class _Option:
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """Options for the first few graphs: what they keep together, and their time."""
+    """An option for each of the first few graphs, with what these keep together, and their time."""
 
     kept_bytes: int = 0
     seconds: float = 0.0
@@ -92,7 +93,7 @@ class _Choice:
 
 
 def with_outside(captured: CapturedGraph) -> CapturedGraph:
-    """The graph with an op for what others need between its forward and its backward, nothing so far."""
+    """The graph with the op `OUTSIDE` between its forward and its backward, whose workspace is 0 so far."""
     graph = captured.graph
     at = graph.boundary
     outside = Op(
@@ -107,7 +108,7 @@ def with_outside(captured: CapturedGraph) -> CapturedGraph:
 
 
 def kept_bytes(plan: Plan) -> int:
-    """What the forward of a plan leaves behind: saved for the backward, and held by the caller."""
+    """Bytes that the forward of a plan leaves behind: saved for the backward, or held by the caller."""
     return plan.timeline().saved_bytes + replayed_bytes(plan.graph, plan.schedule)
 
 
@@ -125,14 +126,17 @@ def plan_together(
     """Plans for the graphs of one step within one budget.
 
     Args:
-        parts: the graphs of `with_outside`, in the order in which their forwards run.
+        parts: graphs with the op of `with_outside`, in the order in which their forwards run.
         config: budget, solver and time limit (of all graphs together).
-        fixed: schedules that the first graphs keep, since other steps that begin with them have them too.
+        fixed: schedules that the first graphs keep, since other calls that begin with the same graphs run them too.
         held_bytes: what the process holds on the device already (see `make_plan`).
-        progress: told in words what is being done.
-        cache: plans of earlier runs.
-        memory: of the device; what its allocator takes for all graphs is within the budget too then.
-        reserved: the budget is one of what the allocator reserves.
+        progress: called with a text about the work in progress.
+        cache: plans of earlier runs, which are used, and added to.
+        memory: the CUDA device's memory: what its allocator takes for all graphs is then kept within the budget too.
+        reserved: whether the budget is one of reserved bytes, not of allocated ones.
+
+    Returns:
+        One plan for each part. Each has the budget of the whole step.
 
     Raises:
         InfeasibleBudgetError: when no choice of schedules was found; it names the smallest budget for which one was.
@@ -143,7 +147,7 @@ def plan_together(
         return plans
     budget = plans[0].budget_bytes
     around = parts[0].around
-    others = max(0, around.trainable_bytes - sum(parts[0].weights.values()))  # gradients: they are among the requests
+    others = max(0, around.trainable_bytes - sum(parts[0].weights.values()))  # gradients, which the model allocates
 
     def taken(plans: Sequence[Plan]) -> Footprint:
         pairs = [(plan.graph, plan.schedule) for plan in plans]
@@ -183,7 +187,7 @@ def _planned_together(
     say = progress or (lambda _text: None)
 
     def beside(i: int, kept: int) -> ComputationGraph:
-        """Graph i, with so many bytes kept by the earlier ones."""
+        """Graph i with all that is held beside it, and with so many bytes kept by the earlier graphs."""
         return measured[i].put_beside(around(i, kept))
 
     def around(i: int, kept: int) -> ComputationGraph:
@@ -193,7 +197,7 @@ def _planned_together(
 
     measured = [part.beside.within(around(i, 0)) for i, part in enumerate(parts)]  # the same whatever is kept
     alone = [beside(i, 0) for i in range(len(parts))]
-    # What is handed over from one graph to the next is counted by both: from some amount on each byte kept counts.
+    # Kept bytes that are inputs of graph i too are counted in both: only what exceeds ``free[i]`` adds to its peak.
     total = sum(graph.floor_bytes + sum(graph.storages) for graph in alone)
     free = [total - (beside(i, total).resident_bytes - alone[i].resident_bytes) for i in range(len(parts))]
 
@@ -242,10 +246,10 @@ def _planned_together(
             except InfeasibleBudgetError as error:
                 given = dataclasses.replace(given, notes=(*given.notes, f"alone: {error}"))
             else:
-                # What a schedule evaluates after the op for others' needs is kept too, and was not in the room left to them.
+                # What a schedule evaluates after `OUTSIDE` is kept too, and was not counted in its room.
                 others = [*chosen[:i], _option(alone[i], found.schedule), *chosen[i + 1 :]]
                 better = found.predicted_seconds < given.predicted_seconds
-                alone_as_good = len(parts) == 1 and found.predicted_seconds == given.predicted_seconds  # and certified
+                alone_as_good = len(parts) == 1 and found.predicted_seconds == given.predicted_seconds  # with a bound
                 if (better or alone_as_good) and max(_peaks(others, free)) <= budget:
                     plan = found
                 interrupted = interrupted or INTERRUPTED in found.notes
@@ -266,7 +270,7 @@ def _planned_together(
 
 
 def _all_options(parts: Sequence[Part], alone: Sequence[ComputationGraph], time_limit: float) -> list[list[_Option]]:
-    """A choice for each graph; one that runs several times is looked at once."""
+    """The options of each graph; those of one that runs several times are made once."""
     known: dict[int, list[_Option]] = {}
     found = []
     each = time_limit / len(NEEDS) / max(1, len({id(part.captured) for part in parts}))
@@ -278,7 +282,7 @@ def _all_options(parts: Sequence[Part], alone: Sequence[ComputationGraph], time_
 
 
 def _options(graph: ComputationGraph, time_limit: float) -> Iterable[_Option]:
-    """A choice of schedules; the first is the plain one."""
+    """The options of one graph; the first is the one without rematerialization."""
     plain = _plain_schedule(graph)
     yield _option(graph, plain)
     own = simulate(graph, plain).peak_bytes
@@ -304,7 +308,7 @@ def _option(graph: ComputationGraph, schedule: Schedule) -> _Option:
 
 
 def _peaks(options: Sequence[_Option], free: Sequence[int]) -> list[int]:
-    """The peak while each graph runs or waits. Of what the earlier ones keep, ``free`` bytes are this one's own inputs."""
+    """Each graph's peak while it runs or waits; of the bytes that earlier ones keep, ``free`` are its own inputs."""
     kept, peaks = 0, []
     for option, handed_over in zip(options, free, strict=True):
         peaks.append(option.peak_bytes + max(0, kept - handed_over))
@@ -313,7 +317,7 @@ def _peaks(options: Sequence[_Option], free: Sequence[int]) -> list[int]:
 
 
 def _needed_by_later(i: int, graph: ComputationGraph, options: Sequence[_Option], free: Sequence[int]) -> int:
-    """Bytes that graph i may not have when its forward ends, since a later graph, or what is none, needs them at its peak."""
+    """Bytes that must be free after the forward of graph i: later graphs or uncaptured code need them at a peak."""
     later = max(_peaks(options, free)[i + 1 :], default=0)
     schedule = options[i].schedule
     outside = next(n for n, op in enumerate(graph.ops) if op.name == OUTSIDE)
@@ -324,7 +328,10 @@ def _needed_by_later(i: int, graph: ComputationGraph, options: Sequence[_Option]
 
 
 def _cheapest(options: Sequence[Sequence[_Option]], free: Sequence[int], budget_bytes: float) -> _Choice | None:
-    """The dynamic program: graph by graph, the partial choices that are neither dearer nor keep more than another one."""
+    """The cheapest choice within a budget, by a dynamic program; ``None`` where there is none.
+
+    Graph by graph, it goes on with the partial choices for which no other one is both as cheap and keeps as little.
+    """
     choices = [_Choice()]
     for own, handed_over in zip(options, free, strict=True):
         extended = [
@@ -344,7 +351,7 @@ def _cheapest(options: Sequence[Sequence[_Option]], free: Sequence[int], budget_
 
 
 def _smallest(choose: Callable[[float], _Choice | None], peak: Callable[[_Choice], int], plain: _Choice) -> _Choice:
-    """The choice of the smallest peak, by bisection."""
+    """The choice with the smallest peak, by bisection."""
     best, low = plain, 0
     while True:
         middle = (low + peak(best)) // 2
@@ -358,7 +365,7 @@ def _smallest(choose: Callable[[float], _Choice | None], peak: Callable[[_Choice
 
 
 def _recorded(graph: ComputationGraph, schedule: Schedule, budget_bytes: int) -> Plan:
-    """A plan of a schedule from a curve."""
+    """A plan from one of a graph's options."""
     problem = Problem(graph)
     plain = problem.evaluate(problem.captured)
     timeline = simulate(graph, schedule)

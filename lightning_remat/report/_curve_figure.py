@@ -1,4 +1,4 @@
-"""What memory costs in time: overhead against budget, a line a method."""
+"""A figure of what memory costs in time: overhead against budget, one line per method."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def curve_figure(
     Args:
         curves: by method, pairs of a budget in bytes and the overhead at it (0.1 for 10 %), for the budgets that the method
             has a schedule for.
-        baseline_peak_bytes: peak without rematerialization, drawn as a line.
+        baseline_peak_bytes: peak without rematerialization, in bytes, drawn as a vertical line.
         title: written above.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Plans side by side."""
+"""A table that compares plans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PlanLike(Protocol):
 
     @property
     def budget_bytes(self) -> int:
-        """Bytes asked for."""
+        """The budget, in bytes."""
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -33,7 +33,7 @@ class PlanLike(Protocol):
 
     @property
     def predicted_seconds(self) -> float:
-        """Time of a step under the schedule."""
+        """Time of a step under the schedule, in seconds."""
 
     @property
     def overhead(self) -> float:
@@ -53,19 +53,19 @@ class PlanLike(Protocol):
 
     @property
     def solve_seconds(self) -> float:
-        """Time that planning took."""
+        """Wall time of solving, in seconds: the column "planned in"."""
 
 
 def plan_table(rows: Mapping[str, PlanLike] | Iterable[PlanLike], title: str | None = None) -> Table:
-    """A table that compares plans, one a row.
+    """A table that compares plans, one per row.
 
     Args:
         rows: plans; given as a mapping, its keys (networks, budgets, methods) become the first column.
-        title: written above the table.
+        title: written above the table; ``None`` for none.
 
     Returns:
-        A table for `rich.console.Console.print`. Times and sizes are in units that fit them; the share after a peak is of
-        the peak without rematerialization.
+        A table for `rich.console.Console.print`. Times and sizes are in units that fit them; the percentage after a
+        peak is its share of the peak without rematerialization. There is a column of reserved bytes if a plan has any.
     """
     labels: list[str] | None = None
     if isinstance(rows, Mapping):

@@ -1,4 +1,4 @@
-"""Memory over one training step, before and after."""
+"""A figure of the memory over one training step, without and with rematerialization."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def timeline_figure(
 ) -> Figure:
     """Draw the memory that one training step holds over its time, without and with rematerialization.
 
-    Two panels, one above the other, on the same axes. Each has the memory held, what is resident whatever the schedule
+    Two panels, one above the other, on the same axes. Each has the memory held, what is resident under every schedule
     (grey), the part of the step after the loss (shaded), the budget (a dashed line), and its peak with the op and the module
     that it occurs in.
 
     Args:
-        graph: what both timelines are of.
-        before: of the step without rematerialization.
-        after: of the schedule.
-        budget_bytes: where to draw the budget; ``None`` for none.
+        graph: the graph of both timelines.
+        before: timeline of the step without rematerialization.
+        after: timeline of the schedule.
+        budget_bytes: the budget to draw, in bytes; ``None`` for none.
         title: written above both panels (by default the graph's name).
         boundaries: ``Schedule.boundary`` of both: the number of steps before the backward. Without it the backward is taken
             to begin when the time of every forward op has passed once, which is too early for a schedule that recomputes in

@@ -1,4 +1,4 @@
-"""Bytes and seconds as people read them."""
+"""Bytes and seconds as short texts with a fitting unit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _TIMES = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 
 
 def byte_unit(nbytes: float) -> tuple[str, int]:
-    """The binary unit in which ``nbytes`` is between 1 and 1024, and its size in bytes."""
+    """The binary unit in which ``nbytes`` is between 1 and 1024 (B for less, PiB for more), and its size in bytes."""
     power = 0
     while power < len(_SIZES) - 1 and abs(nbytes) >= 1024 ** (power + 1):
         power += 1
@@ -19,7 +19,8 @@ def byte_unit(nbytes: float) -> tuple[str, int]:
 def format_bytes(nbytes: float) -> str:
     """Bytes in a binary unit, to three digits: ``"512 B"``, ``"1.50 KiB"``, ``"37.2 MiB"``, ``"8.00 GiB"``.
 
-    A number that would be rounded up to 1024 of a unit is given in the next one. Infinity and NaN are said as such.
+    A number that would be rounded up to 1024 of a unit is given in the next one. Infinity and NaN are ``"inf B"``,
+    ``"nan B"``.
     """
     if not math.isfinite(nbytes):
         return f"{nbytes} B"

@@ -1,8 +1,8 @@
-"""Gradients added to those at hand as soon as they are made, as eager's autograd does.
+"""Gradient accumulation inside of a captured backward: each gradient is added to ``.grad`` as soon as it is computed.
 
-Captured code returns all of its gradients when its backward ends, and autograd adds them then: for a moment there are the old
-ones and all of the new ones. Where nothing but one captured graph has a part in a parameter's gradient, and nobody looks at it
-on the way, it is added inside of the backward, by the operation that autograd would have run, and given up.
+Captured code returns all of its gradients when its backward ends, and autograd accumulates them then: for a moment the
+old ones and all of the new ones are held. Where one captured graph alone contributes to a parameter's gradient, and no
+hook sees it, it is added inside of the backward, by the operation that autograd would have run, and freed.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from lightning_remat.capture import _torch as internals
 
 
 class Accumulator:
-    """What the backward of one captured graph hands its gradients to.
+    """Accumulates the gradients of one captured graph's backward.
 
     Args:
         inputs: the captured function's arguments, when it is captured.
 
     Attributes:
-        positions: of the parameters among them whose gradients may be added here.
+        positions: positions of the parameters among the arguments whose gradients may be added here.
         alone: whether the present call's gradients come from this graph alone; otherwise they are returned to autograd.
-        hand_over: takes each gradient as soon as it is made, by the parameter's position among the arguments (see
-            `capture.from_joint`).
+        hand_over: by a parameter's position among the arguments, what is given its gradient as soon as that is computed
+            (see `lightning_remat.capture.from_joint`).
     """
 
     def __init__(self, inputs: Sequence[object]) -> None:
@@ -40,7 +40,7 @@ class Accumulator:
         )
 
     def begin(self, parameters: Mapping[int, torch.nn.Parameter], dropped: Collection[int | None]) -> None:
-        """A backward begins, with these parameters by position; gradients at ``dropped`` are none."""
+        """A backward begins, with these parameters by position; those at ``dropped`` get no gradients."""
         self._parameters = {
             position: parameter
             for position, parameter in parameters.items()
@@ -48,7 +48,7 @@ class Accumulator:
         }
 
     def _added(self, gradient: torch.Tensor, position: int) -> torch.Tensor | None:
-        """``None`` for a gradient that was added; one that autograd has to see comes back."""
+        """Add a gradient, and return ``None``; or return the gradient itself, where autograd has to accumulate it."""
         parameter = self._parameters.pop(position, None)
         old = parameter.grad if parameter is not None else None
         if not self.alone or old is None or old.layout is not torch.strided or old.dtype is not gradient.dtype:
@@ -58,7 +58,7 @@ class Accumulator:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether it is a parameter that is trained and whose gradients nobody looks at on their way."""
+    """Whether a value is a trainable parameter without hooks that see its gradients."""
     if type(value) is not torch.nn.Parameter or not value.requires_grad:
         return False
     return not value._backward_hooks and not getattr(value, "_post_accumulate_grad_hooks", None)

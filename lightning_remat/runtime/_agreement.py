@@ -15,18 +15,20 @@ from lightning_remat.errors import InfeasibleBudgetError, RematError, ScheduleEr
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.02
+"""Seconds between two looks for another process's answer."""
 
 
 class Agreement:
     """Questions that one process answers for all, through the key-value store of ``torch.distributed``.
 
-    Whoever asks first finds the answer. Nothing here is a collective: a question that only some processes ask, because only
-    they met a batch of that shape, holds nobody up.
+    The process that asks first computes the answer; whoever asks later, or again, is given the same one. Nothing here
+    is a collective operation: a question that only some processes ask, because only they met a batch of that shape,
+    does not block the others.
 
     Args:
-        name: of these processes' common undertaking, the same in all of them and different from every other one.
-        patience: seconds to wait for an answer that another process is finding, before finding one's own.
-        store: ``torch.distributed``'s unless given.
+        name: identifies this fit: the same in all of its processes, and different from that of every other fit.
+        patience: seconds to wait for an answer that another process is computing, before computing one's own.
+        store: the key-value store; by default that of ``torch.distributed``.
     """
 
     def __init__(self, name: str, patience: float = 1800.0, store: Any = None) -> None:
@@ -36,14 +38,16 @@ class Agreement:
         self._read: Counter[str] = Counter()
 
     def once(self, question: str, answer: Callable[[], Any]) -> Any:
-        """What ``answer`` gave in the process that asked first.
+        """What ``answer`` returned in the process that asked first.
 
         Args:
             question: the same text in all processes that want the same answer.
-            answer: finds it, as plain data for JSON.
+            answer: computes the answer, as plain data for JSON.
 
         Raises:
-            RematError: where finding it raised one, in all processes that ask.
+            InfeasibleBudgetError, ScheduleError: in all processes that ask, where ``answer`` raised it.
+            RematError: where ``answer`` raised anything else, in the other processes; the one that ran it raises that
+                itself.
         """
         key = f"lightning_remat/{self.name}/{question}"
         if self._store.add(f"{key}/asked", 1) == 1:
@@ -64,13 +68,13 @@ class Agreement:
         return value
 
     def tell(self, what: str, text: str) -> None:
-        """Leave a note for the other processes."""
+        """Leave a note, ``text`` on the topic ``what``, for the other processes."""
         key = f"lightning_remat/{self.name}/told/{what}"
         number = self._store.add(key, 1)
         self._store.set(f"{key}/{number}", text)
 
     def news(self, what: str) -> list[str]:
-        """The notes that were left since this was last asked, one's own too."""
+        """The notes on the topic ``what`` that were left since this process last asked, its own included."""
         key = f"lightning_remat/{self.name}/told/{what}"
         first, self._read[what] = self._read[what], self._store.add(key, 0)
         return [self._store.get(f"{key}/{number}").decode() for number in range(first + 1, self._read[what] + 1)]

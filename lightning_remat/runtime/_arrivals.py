@@ -1,8 +1,8 @@
-"""Gradients that arrive laid out otherwise than a graph was captured for (see ``capture._tangents``).
+"""Gradients of outputs that arrive in another memory layout than a graph was captured for (see ``capture._tangents``).
 
-How the gradient of an output lies is not known before the first backward brings it. There the step is traced once more for
-gradients that lie so, the schedule at hand is carried over to it, and the backward that begins is already that of this trace;
-the next call is planned with it.
+The layout of an output's gradient is not known before the first backward. If it is another than was assumed, the step
+is traced once more for it, the present schedule is carried over to the new trace, and the backward that is about to run
+is already that of the new trace; the next call is planned with it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from lightning_remat.lowering import relaid_backward
 from lightning_remat.schedule import Schedule
 
 MOST_LAYOUTS = 8
-"""In which one graph's gradients may come, beside that which it was captured for; each is a trace of its own."""
+"""Combinations of layouts that one graph is traced for, at most, beside the one that it was captured for."""
 
 PLANNED_LAYOUTS = 2
-"""The first of these are planned for; others take the schedule at hand."""
+"""So many of these have plans of their own made; further ones take the present schedule."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Version:
-    """What runs a graph, and for each of its tangents the position of the output, and how it lies."""
+    """One version of a graph; for each of its tangents, the position of the output, and the expected layout."""
 
     captured: CapturedGraph
     schedule: Schedule
@@ -36,11 +36,11 @@ class _Version:
 
 
 class Arrivals:
-    """The gradients that one captured graph is handed.
+    """The layouts in which one captured graph's backward is given the gradients of its outputs (its tangents).
 
     Args:
-        exchange: what runs the graph.
-        trace: gives the graph, without costs, for gradients that lie so.
+        exchange: runs the graph's versions.
+        trace: traces the graph, without costs, for gradients of these layouts.
     """
 
     def __init__(self, exchange: internals.Exchange, trace: Callable[[Layouts], CapturedGraph]) -> None:
@@ -48,29 +48,32 @@ class Arrivals:
         self._versions: dict[int, _Version] = {}
         self._traces: dict[internals.Arrival, CapturedGraph] = {}
         self._to_plan: CapturedGraph | None = None
-        self._places: list[int | None] = []  # of the outputs that the tangents are for
+        self._places: list[int | None] = []  # for each tangent, the position of its output
 
     def add(self, version: int, captured: CapturedGraph, schedule: Schedule) -> None:
-        """One more version of what runs the graph."""
+        """Add a version of the graph."""
         tangents = ((internals.output_of_tangent(node), _layout(node)) for node in captured.tangents)
         self._versions[version] = made = _Version(captured, schedule, tuple(tangents))
         self._places = [place for place, _ in made.tangents]
 
     def tangents(self, given: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Gradients of outputs, given by their positions, by those of the tangents, counted from the end."""
+        """Gradients, given by the positions of their outputs, by the positions of the tangents (from the end)."""
         return {self._places.index(position) - len(self._places): gradient for position, gradient in given.items()}
 
     def taken(self) -> CapturedGraph | None:
-        """The graph as it was traced for the last gradients that came otherwise than expected, once, to be planned."""
+        """The graph as traced for layouts that were new since the last call, to be planned; ``None`` for none."""
         found, self._to_plan = self._to_plan, None
         return found
 
     def begin(self, version: int, given: Mapping[int, Given]) -> None:
-        """A version's backward begins; ``given``: how the gradients lie that it is handed, by the position of the output.
+        """A version's backward begins: make it one for the layouts of its gradients.
+
+        Args:
+            version: number of the version.
+            given: shape and strides of the gradients that it is given, by the position of the output.
 
         Raises:
-            CaptureError: where the backward that is about to run is none for such gradients.
-            ScheduleError: likewise.
+            CaptureError, ScheduleError: where no backward could be made for these layouts.
         """
         made_for = self._versions[version]
         came = [given.get(place) if place is not None else None for place, _ in made_for.tangents]
@@ -105,6 +108,6 @@ class Arrivals:
 
 
 def _layout(tangent: torch.fx.Node) -> Layout:
-    """How a graph takes it that a tangent lies."""
+    """The layout that a graph was traced with for a tangent."""
     value = tangent.meta["val"]
     return Layout.of(*([internals.hint(n) for n in sizes] for sizes in (value.shape, value.stride())))

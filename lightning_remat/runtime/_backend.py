@@ -1,4 +1,4 @@
-"""Dynamo's backend: a graph that it has captured is planned, and handed back as what runs it so."""
+"""The Dynamo backend: plans each graph that Dynamo has captured, and returns a callable that runs it by its plan."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from lightning_remat.runtime._sized_plans import rounded_up
 
 
 class NoSymbols(BaseException):
-    """A capture with symbolic sizes came to nothing, for this reason, before anything of the call has run."""
+    """A capture with symbolic sizes has failed, for this reason, before any captured graph of the call has run."""
 
 
 class Stop(BaseException):
-    """Carries one of our errors through Dynamo, which would otherwise swallow it and run the frame as before."""
+    """Carries a `RematError` through Dynamo, which would swallow the error itself and run the frame in eager mode."""
 
     def __init__(self, error: RematError) -> None:
         super().__init__(str(error))
@@ -53,13 +53,13 @@ class Stop(BaseException):
 
 
 class Backend:
-    """Given to Dynamo for one function.
+    """The backend that Dynamo calls with the graphs of one function.
 
     Args:
-        function: what is captured.
+        function: the function that is captured.
         step: the step that its graphs are parts of.
-        accumulates: asked when a graph is captured: whether its backward may add gradients to those at hand itself.
-        shared: what a call reads may be read outside of it too, before the backward (see `ScheduledStep`).
+        accumulates: asked when a graph is captured: whether its backward may add gradients to ``.grad`` itself.
+        shared: whether what a call reads may be read outside of it too, before the backward (see `ScheduledStep`).
     """
 
     def __init__(self, function: Callable[..., Any], step: Step, accumulates: Callable[[], bool], shared: bool) -> None:
@@ -68,39 +68,41 @@ class Backend:
     def __call__(
         self, module: torch.fx.GraphModule, inputs: Sequence[Any], symbolic: bool, code: types.CodeType | None
     ) -> Callable[..., Any]:
-        """What runs a graph.
+        """The callable that runs a graph: by its plan, or as Dynamo found it where it cannot be planned.
 
         Args:
             module: the graph, as Dynamo found it.
             inputs: example arguments.
             symbolic: whether sizes may be symbols.
-            code: of the frame that it was found in.
+            code: code of the frame that it was found in.
 
         Raises:
-            NoSymbols: a kind of signal, when the call is to be captured again without symbols.
+            NoSymbols: to have the call captured again without symbols.
             Stop: with the error that ends the user's call.
+            Exception: where a graph with checkpoints (`torch.utils.checkpoint`) cannot be planned: Dynamo then runs the
+                frame in eager mode.
         """
-        self.step.measuring.give_way()  # measuring the costs of what is captured needs what measures a step
+        self.step.measuring.give_way()  # both the measured step and the measurement of costs need the profiler
         internals.guard_on_gradients(inputs)
         in_checkpoints = checkpoints(module)
         name_assertions(module)
-        if self.step.reasons.gave_up:  # in the midst of a call
+        if self.step.reasons.gave_up:  # in the middle of a call
             if in_checkpoints:
                 raise CaptureError("the rest of a call that runs as before")
             return module.forward
         if hands_on_views_alone(module) and not in_checkpoints:
             return module.forward
-        if internals.sizes_from_floats(module):  # a plan is one for sizes that are known
+        if internals.sizes_from_floats(module):  # sizes must be known to make a plan
             internals.floats_as_constants(module)
         self.step.plans.planning.progress("capturing")
         try:
             return _Handed(self, module, inputs, symbolic, code, in_checkpoints).captured()
-        except Exception as error:  # whatever torch raises: the graph runs as before, and the reason is said
+        except Exception as error:  # whatever torch raises: the graph runs as before, and a warning gives the reason
             internals.floats_as_constants(module)
             reason = f"{type(error).__name__}: {error}"
             if symbolic and not self.step.call.ran:
                 raise NoSymbols(reason) from error
-            if in_checkpoints:  # run from here, they would be none, and draw other numbers
+            if in_checkpoints:  # if this graph ran, nothing would be checkpointed, and random numbers would be others
                 self.step.reasons.give_up(reason)
                 raise
             self.step.reasons.failed(reason, error)
@@ -109,13 +111,18 @@ class Backend:
 
 @dataclasses.dataclass(frozen=True)
 class _Reading:
-    """How a graph's joint graph is read, each time that it is traced; holds nothing of what the graph was captured with.
+    """How the joint graph of a captured graph is read, each time that it is traced; it does not hold the inputs.
 
     Attributes:
-        draws_anew: a checkpoint in it draws other random numbers when it is evaluated again.
-        given_views: the arguments that are views which autograd knows.
-        parameters: for each argument, whether it is one.
-        last: it is the last that the function runs: what it reads several times, it alone reads, as far as it knows.
+        name: name of the step.
+        draws_anew: whether a checkpoint in it draws other random numbers when it is evaluated again.
+        given_views: positions of the arguments that are differentiable views.
+        parameters: for each argument, whether it is a parameter.
+        autocast: what autocast did while the graph was captured.
+        accumulator: see `Accumulator`; ``None`` where gradients are returned to autograd.
+        last: whether it is the last graph that the function runs: no later one of the call adds to its inputs'
+            gradients.
+        shared: see `Backend`.
     """
 
     name: str
@@ -136,7 +143,7 @@ class _Reading:
         static_lifetime_input_indices: Sequence[int] | None = None,
         **_: Any,
     ) -> tuple[CapturedGraph, Sums]:
-        """AOTAutograd's joint graph, read, and the gradients that autograd adds up."""
+        """The captured graph of AOTAutograd's joint graph, and the gradients whose summands autograd adds up."""
         refuse_other_second_evaluations(joint.graph, self.draws_anew)
         refuse_written_views(joint.graph, num_fwd_outputs, self.given_views)
         share_casts(joint.graph, num_fwd_outputs, self.autocast)  # before sums are looked for: theirs are among them
@@ -156,7 +163,11 @@ class _Reading:
         return captured, sums
 
     def again(self, frame: internals.Frame, sums: Sums, layouts: Layouts) -> CapturedGraph:
-        """The graph, traced once more for gradients that lie so."""
+        """The graph, traced once more for gradients of these layouts.
+
+        Raises:
+            CaptureError: where other gradients would be sums than in the first trace.
+        """
         captured: CapturedGraph
         captured, others = frame.joint(layouts, self.read)
         if others != sums:
@@ -166,7 +177,7 @@ class _Reading:
 
 @dataclasses.dataclass
 class _Planned:
-    """What the partition of a joint graph found."""
+    """A graph that `_Handed` has read and planned; ``number`` is that of its plan."""
 
     captured: CapturedGraph
     problem: ComputationGraph
@@ -177,7 +188,7 @@ class _Planned:
 
 
 class _Handed:
-    """One graph that Dynamo hands over, on its way to a `Graph`; nothing keeps it, since it holds the inputs."""
+    """One graph from Dynamo while it is made a `Graph`; it refers to the inputs, so nothing keeps it afterwards."""
 
     def __init__(
         self,
@@ -211,7 +222,7 @@ class _Handed:
         self._planned: _Planned | None = None
 
     def captured(self) -> Callable[..., Any]:
-        """What runs it, planned where anything in it needs a gradient."""
+        """The callable that runs it: by a plan, where anything in it needs a gradient."""
         refuse_inference_mode(self._module.graph)
         compiled, exchange = self._frame.compiled(self._inputs, self._partition)
         if self._planned is None:
@@ -224,13 +235,13 @@ class _Handed:
         return Runner(graph, compiled, self._step, self._sums, self._casts, self._computed, self._views).run
 
     def _partition(self, joint: torch.fx.GraphModule, joint_inputs: Any, **described: Any) -> internals.Modules:
-        """AOTAutograd's joint graph becomes the modules that run it as planned."""
+        """AOTAutograd's partitioner: reads and plans the joint graph, and lowers it to a forward and a backward."""
         autocast = self._reading.autocast
         if self._shared or not self._whole:
             self._casts = cast_arguments(joint.graph, autocast)
         self._computed = {i: i in autocast.computed for i in cast_often(joint.graph, autocast)}
         captured, self._sums = self._reading.read(joint, joint_inputs, **described)
-        # Dynamo's module holds the parameters of an optimizer that a step asks.
+        # Parameters that the step reaches through an optimizer are not inputs: Dynamo's module holds them.
         for value in (*self._inputs, *self._module.parameters()):
             if isinstance(value, torch.nn.Parameter) and value.requires_grad:
                 here = same_device(value.device, captured.device)
@@ -247,7 +258,7 @@ class _Handed:
                 captured, problem, plan, around, memory = self._step.plans.first(
                     captured, self._weights, self._whole, buffers.planned_bytes
                 )
-        except (ScheduleError, GraphError):  # a defect: nothing of it may reach the user's step
+        except (ScheduleError, GraphError):  # a defect of this library must not end the user's step: it runs as before
             raise
         except RematError as error:
             raise Stop(error) from error

@@ -1,4 +1,4 @@
-"""One call of a step: what it is given, and what it has run so far."""
+"""One call of a step: the tensors that it is given, and the graphs that it has run so far."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Shapes = tuple[tuple[tuple[int, ...], torch.dtype, torch.device, bool], ...]
 
 
 class Call:
-    """The present call, or the last one as long as no other has begun.
+    """The present call of a step, or the last one as long as no other has begun.
 
     Attributes:
-        shapes: of what it is given.
-        batch: ids of the tensors that it is given.
+        shapes: the `Shapes` of the tensors that it is given.
+        batch: ids of these tensors.
         number: how many calls of these shapes there have been, this one included.
-        began: in seconds since the epoch.
+        began: when it began, in seconds since the epoch.
         ran: the captured graphs that it has run so far, each with the number of its plan.
-        captured: numbers of the plans of what was captured in it, old ones too.
-        nodes: of autograd's graph, made by its graphs.
+        captured: numbers of the plans of the graphs that were captured in it; a plan may have been there before.
+        nodes: nodes of autograd's graph that its graphs have made.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Call:
         self.nodes: set[Any] = set()
 
     def begin(self, leaves: Sequence[torch.Tensor]) -> None:
-        """The next one, given these."""
+        """The next call begins, and is given these tensors."""
         self.shapes = shapes_of(leaves)
         self.batch = frozenset(map(id, leaves))
         self.began = time.time()
@@ -53,17 +53,17 @@ class Call:
 
 
 def shapes_of(leaves: Sequence[torch.Tensor]) -> Shapes:
-    """`Shapes` of a call that is given these."""
+    """`Shapes` of a call that is given these tensors."""
     return tuple((tuple(leaf.shape), leaf.dtype, leaf.device, leaf.requires_grad) for leaf in leaves)
 
 
 def alike_but_for_sizes(one: Shapes, other: Shapes) -> bool:
-    """Whether two calls differ in the sizes of their dimensions at most."""
+    """Whether two calls differ in the sizes of dimensions at most."""
     return [(len(shape), *rest) for shape, *rest in one] == [(len(shape), *rest) for shape, *rest in other]
 
 
 def varying(shapes: Shapes, known: Sequence[Shapes]) -> list[tuple[int, ...]]:
-    """For each tensor, the dimensions in which it differs from those of calls that are otherwise alike."""
+    """For each tensor of a call, the dimensions whose sizes differ from those of any of the ``known`` calls."""
     found = []
     for i, (shape, *_) in enumerate(shapes):
         found.append(tuple(d for d in range(len(shape)) if any(other[i][0][d] != shape[d] for other in known)))
@@ -71,6 +71,6 @@ def varying(shapes: Shapes, known: Sequence[Shapes]) -> list[tuple[int, ...]]:
 
 
 def leaves_a_loss_to_do(result: Any) -> bool:
-    """Whether a loss has yet to be computed from what a call returns, before its backward begins."""
+    """Whether a call returns no loss yet, but tensors that a loss is computed from outside of it."""
     differentiable = [one for one in internals.tensor_leaves(result) if one.requires_grad]
     return bool(differentiable) and all(one.numel() > 1 for one in differentiable)

@@ -1,6 +1,7 @@
-"""The frames of a function that Dynamo captures: for each set of shapes on its own, or once with symbols for sizes that vary.
+"""Which code runs a call: captured by Dynamo for its shapes alone, or once with symbolic sizes for all sizes that vary.
 
-What is captured over and over for the same shapes depends on a value that always changes: it is left alone, or the step is.
+What is recompiled again and again for the same shapes depends on a value that changes in every call: the functions that
+read it, or else the whole step, are then no longer captured.
 """
 
 from __future__ import annotations
@@ -32,30 +33,31 @@ from lightning_remat.runtime._recent import Recent
 log = logging.getLogger(__name__)
 
 STATIC_CAPTURES = 3
-"""Sets of shapes that are captured each on its own; the next is captured with symbols for the sizes that vary."""
+"""Sets of shapes, alike but for sizes, that are captured each on its own; the next one has symbolic sizes."""
 
 MANY_CAPTURES = 16
-"""Captures of different shapes after which a person should know what they cost."""
+"""Calls with captures after which a warning says that these take time."""
 
 MOST_CAPTURES = 4
-"""Captures for the same shapes before the step is taken to depend on something that always changes."""
+"""Captures for the same shapes, at most, before the step is taken to depend on a value that changes in every call."""
 
 MOST_LEFT = 4
-"""Times that functions which are captured over and over are left alone, and the rest of the step stays planned."""
+"""How often functions that are captured again and again may be left alone while the rest of the step stays planned."""
 
 Backend = Callable[[torch.fx.GraphModule, Sequence[Any], bool, types.CodeType | None], Callable[..., Any]]
-"""Given a module that Dynamo has captured, its inputs, whether sizes are symbolic, and the frame's code: what runs it."""
+"""Takes a module from Dynamo, its inputs, whether sizes are symbolic, and the frame's code; returns what runs it."""
 
 
 class Captures:
-    """What runs a function: the frame that is captured for given shapes, and why it is captured no more.
+    """Captures a function for the shapes that it is called with, and gives up on what is captured again and again.
 
     Args:
-        function: what is captured.
-        backend: given what Dynamo hands over.
-        call: the present one.
+        function: the function that is captured.
+        backend: called with each graph that Dynamo captures.
+        call: the present call.
         reasons: told why something is not captured.
-        dynamic_sources: gives the inputs that may change without a new capture, in Dynamo's words (``"L['batch_idx']"``).
+        dynamic_sources: gives patterns of Dynamo source names, separated by commas, of values that may change without a
+            new capture (``"L['batch_idx']"``).
 
     Attributes:
         early: tensors that are computed before the function runs, and given to it.
@@ -70,12 +72,12 @@ class Captures:
         dynamic_sources: Callable[[], str],
     ) -> None:
         self.early = Early(function, self._found_early)
-        self._code: types.CodeType | None = None  # of the frame that is captured at the moment
+        self._code: types.CodeType | None = None  # of the frame that is being captured
         self._function, self._backend = function, backend
         self._call, self._reasons = call, reasons
         self._dynamic_sources = dynamic_sources
         self._floats = internals.VaryingFloats()
-        self._compiled: dict[int, Any] = {}  # what the user has compiled, and tracing has met
+        self._compiled: dict[int, Any] = {}  # by id, what the user has compiled, as met while tracing
         self._told_compiled = False
         self._static_shapes: Recent[Shapes, None] = Recent()
         self._captures: Recent[Shapes, int] = Recent()
@@ -97,7 +99,7 @@ class Captures:
         self._symbolic = self._compiled_with(symbolic=True) if symbolic else None
 
     def _compiled_with(self, symbolic: bool) -> Callable[..., Any]:
-        # Dynamo keeps what it captured for the same backend, and methods of one object are the same.
+        # A backend of its own for each: Dynamo shares what it captured for equal backends, as bound methods would be.
         backend = functools.partial(self._hand_over, symbolic=symbolic)
         return internals.compile_frame(self._function, backend, self._tracing, self._left_codes, symbolic=symbolic)
 
@@ -105,13 +107,13 @@ class Captures:
         return self._backend(module, inputs, symbolic, self._code)
 
     def anew(self) -> None:
-        """What is called from now on is captured anew."""
+        """Capture everything again from the next call on."""
         self._compile(symbolic=self._symbolic is not None)
 
     def chosen(
         self, leaves: Sequence[torch.Tensor]
     ) -> tuple[Callable[..., Any], bool, list[tuple[torch.Tensor, tuple[int, ...]]]]:
-        """What runs the present call, whether that has symbols for sizes, and the tensors and dimensions that these are of."""
+        """What runs the present call, whether with symbolic sizes, and the tensors and dimensions of these."""
         shapes = self._call.shapes
         self._call.number = self._calls[shapes] = (self._calls.get(shapes) or 0) + 1
         if shapes in self._static_shapes or self._symbolic is None:
@@ -124,22 +126,22 @@ class Captures:
         return self._symbolic, True, list(zip(leaves, varying(shapes, alike), strict=True))
 
     def known_static(self, shapes: Shapes) -> None:
-        """These shapes are captured on their own."""
+        """Calls of these shapes are captured on their own."""
         self._static_shapes[shapes] = None
 
     def without_symbols(self, reason: str) -> None:
-        """From now on each set of shapes is captured on its own."""
+        """Capture each set of shapes on its own from now on."""
         self._symbolic = None
         name = self._reasons.name or "the step"
         log.info("%s is captured for each set of shapes on its own: with symbolic sizes, %s", name, reason)
 
     def _found_early(self, tensor: torch.Tensor) -> None:
-        """While a call is captured: a tensor that is computed before the step, and given to it from now on."""
+        """Called during a capture with a tensor that is computed before the step, and is an input from now on."""
         self._call.batch |= {id(tensor)}
 
     @contextlib.contextmanager
     def _tracing(self, code: types.CodeType) -> Iterator[None]:
-        """Open while Dynamo captures a frame of the function, and what it hands over is planned."""
+        """Open while Dynamo captures a frame of the function, and its graphs are planned."""
         around, self._code = self._code, code
         with (
             internals.tracing(self._dynamic_sources(), self._floats),
@@ -157,10 +159,10 @@ class Captures:
             finally:
                 self._code = around
 
-    # -- what stays as it is ------------------------------------------------------------------------------------------
+    # -- what is not captured -----------------------------------------------------------------------------------------
 
     def tell_compiled(self) -> None:
-        """Say once what the user has compiled and the step calls: it is not planned."""
+        """Warn once of what the step calls that was compiled with ``torch.compile``: it is not planned."""
         if not self._compiled or self._told_compiled:
             return
         self._told_compiled = True
@@ -182,7 +184,7 @@ class Captures:
         return [name for name, p in parameters if p.grad is not None and id(p) not in known]
 
     def again(self, shapes: Shapes) -> str:
-        """Count that a call of these shapes has captured something; says what it depends on, where that happens too often."""
+        """Count a call of these shapes that has captured something; if it is once too often, returns why it does so."""
         self._captures[shapes] = captures = (self._captures.get(shapes) or 0) + 1
         self._captured_sets += 1
         if self._captured_sets == MANY_CAPTURES:
@@ -203,16 +205,16 @@ class Captures:
     def leave_what_changes(
         self, shapes: Shapes, graphs: Sequence[Graph], new: Sequence[Graph], again: str
     ) -> set[Graph]:
-        """Leave the functions alone that were captured anew in this call, if the step calls them and is none of them itself.
+        """No longer capture the functions that were captured again in this call, if the step itself is none of them.
 
         Args:
-            shapes: of the call.
-            graphs: all that were captured.
-            new: those that were captured in this call.
-            again: that they were captured again and again, in words.
+            shapes: the `Shapes` of the call.
+            graphs: all captured graphs.
+            new: the graphs that were captured in this call.
+            again: says in words that they were captured again and again.
 
         Returns:
-            The graphs that run plainly from now on; none, where the rest of the step cannot stay planned.
+            The graphs that run in eager mode from now on; none, where the rest of the step cannot stay planned.
         """
         codes = {graph.code for graph in new if graph.code is not None}
         if not codes or self._times_left == MOST_LEFT or any(internals.is_code_of(c, self._function) for c in codes):

@@ -1,4 +1,4 @@
-"""One captured graph, and the versions of modules that run it, one a plan."""
+"""One captured graph, and the versions of its lowered modules, one per plan."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from lightning_remat.runtime._sized_plans import SizedPlans
 from lightning_remat.schedule import Schedule
 
 READ_CALLS = 2
-"""Calls in which it is noted which parameters a graph is given."""
+"""First calls of a graph, in which it is noted which parameters it is given."""
 
 
 @dataclasses.dataclass(eq=False)
 class Graph:
-    """One captured graph, and what runs it.
+    """One captured graph, with what plans and runs it.
 
     Attributes:
-        captured: with costs, and nothing around it.
-        problem: with what lies around it.
-        weights: its parameters that get gradients.
-        around: what the device held beside it when it was captured.
-        memory: of a CUDA device, as it was then.
-        exchange: the modules that run it, one version a plan.
-        versions: by the number of a plan, its version.
-        plan: number of the one that runs, where no plan was made for the call as a whole.
-        buffers: those that change between a forward and its backward.
-        arrivals: the gradients that its backward is handed.
-        code: of the frame that it was found in.
+        captured: the graph with costs, without the memory beside it.
+        problem: the graph to be scheduled: with the memory that is held beside it.
+        weights: bytes of its parameters that get gradients, by their ids.
+        around: the memory that the device held beside it when it was captured.
+        memory: the CUDA device's memory, as it was then; ``None`` on the CPU.
+        exchange: runs the lowered modules, of which there is one version per plan.
+        versions: the version of each plan, by the plan's number.
+        plan: number of the plan that runs where no plan was made for the call as a whole.
+        buffers: its inputs that may change between forward and backward.
+        arrivals: the layouts of the gradients that its backward is given.
+        code: code of the frame that it was found in.
         plainly: runs it as Dynamo found it; ``None`` where that is not what eager mode runs.
-        accumulator: takes its gradients as they are made, where it may.
-        arguments: where its symbolic sizes stand among its arguments.
-        sized: its plans, where it has symbolic sizes.
-        stays: its plan is not made anew: nothing was found, or what was found was refused.
-        whole: there is no other graph in a call, as far as can be told while it is captured.
-        crowded: more is held beside it than when it was planned.
-        left: it runs plainly from now on.
-        calls: that it has run in, the numbers of the first and of the last one, and how many these are.
+        accumulator: adds its gradients to ``.grad`` as they are computed; ``None`` where it may not.
+        arguments: positions of its symbolic sizes among its arguments.
+        sized: its plans for all sizes, where it has symbolic sizes.
+        stays: no further plan is made for it: none was found, or what was found was refused.
+        whole: whether it is the only graph of a call, as far as is known when it is captured.
+        crowded: whether more is held beside it than when it was planned.
+        left: whether it runs in eager mode from now on.
+        calls: the calls that it has run in: the numbers of the first and of the last one, and how many there were.
         read: ids of the parameters that it was given: one graph may run for several layers that are alike.
     """
 
@@ -75,19 +75,19 @@ class Graph:
     left: bool = False
     calls: tuple[int, int, int] = (0, 0, 0)
     read: set[int] = dataclasses.field(default_factory=set)
-    # By the outputs that a backward does not come through, the gradients that are none then, and the tangents.
+    # By the outputs without a gradient in a backward: the gradients that are None then, and the outputs' tangents.
     _dropped: Recent[frozenset[int], frozenset[int]] = dataclasses.field(default_factory=Recent)
     _unread: Recent[frozenset[int], frozenset[str]] = dataclasses.field(default_factory=Recent)
 
     def add(self, number: int, captured: CapturedGraph, schedule: Schedule) -> None:
-        """One more plan, ready to run."""
+        """Lower one more plan, so that it can run."""
         version = self.exchange.add(lower(captured, schedule), lambda: lower(captured, schedule))
         self.versions[number] = version
         self.arrivals.add(version, captured, schedule)
         self.buffers.add(number, captured, schedule)
 
     def called(self, number: int, args: Sequence[Any]) -> None:
-        """It runs in a call (several times, perhaps)."""
+        """Note that it runs in the call of this number (several times, perhaps)."""
         first, last, count = self.calls
         if number != last:
             self.calls = first or number, number, count + 1
@@ -95,15 +95,15 @@ class Graph:
             self.read.update(id(value) for value in args if isinstance(value, torch.nn.Parameter))
 
     def always_called(self, number: int) -> bool:
-        """Whether it has run in all calls since one before this, and in this too."""
+        """Whether it has run in this call, and in every call since some earlier one."""
         first, last, count = self.calls
         return first < number == last == first + count - 1
 
     def leave_out(self, unused: frozenset[int]) -> frozenset[int]:
-        """The backward that begins does not come through these outputs; returns the gradients that are none then.
+        """In the backward that begins these outputs get no gradient; returns the gradients that are ``None`` then.
 
-        What only leads to outputs that the loss does not come from gets no gradient, as in eager mode: zeros would make an
-        optimizer decay its weights.
+        A parameter on which only such outputs depend gets no gradient, as in eager mode: with a gradient of zeros an
+        optimizer would decay its weights.
         """
         dropped = self._dropped.get(unused)
         if dropped is None:
@@ -116,4 +116,4 @@ class Graph:
 
 
 Path = tuple[Graph, ...]
-"""Graphs of a call, as far as it has come."""
+"""The graphs that a call has run, in their order."""

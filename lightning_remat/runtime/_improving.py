@@ -1,4 +1,4 @@
-"""Cheaper plans, found beside the training: one search at a time, in a process of its own, swapped in between two steps."""
+"""Swapping in cheaper plans between two steps, found by one search at a time in another process while training runs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Improving:
     """The graphs whose plans a search may improve, and the search that runs.
 
     Args:
-        plans: of all graphs.
-        name: of the step, for people.
+        plans: the plans of all graphs.
+        name: name of the step, for the log.
 
     Attributes:
-        search: the one that runs, and its graph.
+        search: the search that runs, and its graph; ``None`` where none runs.
         waiting: graphs that are searched for after it.
     """
 
@@ -32,7 +32,7 @@ class Improving:
         self.waiting: list[Graph] = []
 
     def take(self) -> None:
-        """Between two steps: from the next forward on, run what was found."""
+        """Call between two steps: takes what the search has found for the next forward, or begins the next search."""
         if self.search is None:
             self._begin()
             return
@@ -63,12 +63,12 @@ class Improving:
         if search.running:
             return
         self.search = None
-        if search.completed:  # the next run begins with the best, and does not search again
+        if search.completed:  # the next training run begins with the best plan, and does not search again
             file = self._plans.planning.cache.path(plan.graph, plan.budget_bytes, self._plans.planning.config)
             self._plans.planning.cache.store(file, plan.solution(), plan.budget_bytes)
 
     def _begin(self) -> None:
-        """Look for something cheaper than a plan, unless that was done in an earlier run."""
+        """Begin a search for the next waiting graph, unless an earlier training run has done that."""
         config = self._plans.planning.config
         while self.waiting and self.search is None:
             graph = self.waiting.pop(0)
@@ -79,7 +79,7 @@ class Improving:
                 self.search = Search(plan, config), graph
 
     def close(self) -> None:
-        """End what still searches; the plans at hand stay."""
+        """End the search that runs, and forget the waiting graphs; the plans stay."""
         if self.search is not None:
             self.search[0].close()
         self.search = None

@@ -1,4 +1,4 @@
-"""One step that is measured as a whole: what is held while each of its graphs runs, and between them."""
+"""Measuring one whole step: the memory that is held while each of its graphs runs, and between them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from lightning_remat.measure import PeakMemory, track_peak
 from lightning_remat.planner._beside import OUTSIDE, Held
 
 MOST_UPDATES = 8
-"""Of other networks, while the backward of a measured step is waited for: it is measured no longer."""
+"""Optimizer steps (of other networks, say) after which a backward that has not ended is no longer waited for."""
 
 
 class MeasuredStep:
-    """One step that is measured: begins when this is made, and ends with `end`, or when an optimizer begins to update.
+    """One step that is measured: from construction to `end`, or to the first optimizer step after its backward.
 
-    On the CPU it must not end within the backward: autograd would switch the profiler on again. What measures next ends it too.
+    Another measurement ends it too. On the CPU it must not end within the backward: autograd would start the profiler
+    again.
 
     Args:
-        device: where it runs; one that `possible` allows.
+        device: the device that the step runs on; one that `possible` allows.
     """
 
     @staticmethod
     def possible(device: torch.device) -> bool:
         """Whether a step of this thread can be measured there.
 
-        On the CPU only those of the main thread: a thread that ends while its profiler runs takes the process down with it,
-        and a step that has no backward is nowhere known to be over.
+        On the CPU only steps of the main thread can: a thread that ends while its profiler runs crashes the process,
+        and the end of a step without a backward is not known.
         """
         return device.type == "cuda" or threading.current_thread() is threading.main_thread()
 
@@ -49,7 +50,7 @@ class MeasuredStep:
             self._labels.append((position, phase))
 
     def ends(self, position: int, phase: str) -> None:
-        """It is done; with the backward of the first graph, nothing comes that counts."""
+        """That forward or backward has ended; with the backward of the first graph the step is over."""
         if self._over:
             return
         self._peak.mark()
@@ -57,7 +58,7 @@ class MeasuredStep:
         self._over = phase == "backward" and position == 0
 
     def end(self) -> None:
-        """The step is over, or will not come to its end."""
+        """End the measurement: the step is over, or will not be completed."""
         self._stop()
         self._hook.remove()
 
@@ -66,7 +67,7 @@ class MeasuredStep:
         self._over = True
 
     def give_way(self) -> None:
-        """Something else is to be measured: the step counts as unmeasured, unless it was over."""
+        """End the measurement for another one: the step counts as unmeasured, unless it was over."""
         self._cut_short = self._cut_short or not self._over
         self._stop()
 
@@ -74,18 +75,18 @@ class MeasuredStep:
         if self._thread != threading.get_ident():
             return
         self._updates += 1
-        if self._over:  # if not, what updates meanwhile is another network
-            self._stop()  # the hook itself cannot be taken out while hooks are called
-        elif self._updates == MOST_UPDATES:  # or no backward comes
+        if self._over:  # otherwise it is another network that is updated
+            self._stop()  # the hook itself cannot be removed while hooks are called
+        elif self._updates == MOST_UPDATES:  # perhaps no backward comes
             self.give_way()
 
     def held(self, graphs: int, at_start_bytes: int, kept_free_bytes: int = 0) -> list[Held] | None:
-        """What was found, for each of so many graphs; ``None`` where it could not be measured, or not to its end.
+        """The most that was held, for each graph; ``None`` where the step could not be measured, or not to its end.
 
         Args:
-            graphs: how many there are.
-            at_start_bytes: what is held when the step begins. The device's own number is taken where it has one.
-            kept_free_bytes: counted as held.
+            graphs: how many graphs the step has.
+            at_start_bytes: what was held when the step began, for devices that do not count it themselves (the CPU).
+            kept_free_bytes: bytes that are to be kept free for something else; they count as held.
         """
         if self._cut_short or not self._peak.stretches:
             return None

@@ -1,4 +1,4 @@
-"""Steps in which more runs than captured graphs: measured as a whole, and planned again with what was found beside them."""
+"""Steps in which more runs than one captured graph: they are measured as a whole, and planned again with the result."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from lightning_remat.runtime._recent import Recent
 log = logging.getLogger(__name__)
 
 MEASURED = 3
-"""Steps of the same shapes that are measured, at most: planned again each time, until no more is found beside the plans."""
+"""Steps of the same shapes that are measured, at most: each is planned again, until that changes little."""
 
 SETTLED = 0.01
-"""Of a step's peak: what is found beside the plans is not planned for where it changes the peak by less, within the budget."""
+"""Share of the peak: a step within the budget is not planned again where what was measured changes its peak by less."""
 
 
 @dataclasses.dataclass(eq=False)
 class _Measured:
-    """A call that is measured: its shapes, what is held when it begins, as far as that is known, and what it has run."""
+    """A call that is measured: its shapes, the bytes held when it begins, as far as known, and what it has run."""
 
     step: MeasuredStep
     shapes: Shapes
@@ -41,34 +41,35 @@ class _Measured:
 
 
 class Measuring:
-    """Which calls are measured, and what their measurement changes.
+    """Decides which calls are measured, and has them planned again with what was measured.
 
     Args:
-        plans: of all graphs.
-        paths: that calls take through them.
-        call: the present one.
-        name: of the step, for people.
-        several_backwards: a call may be followed by several backwards: where it ends is not known, and nothing is measured.
+        plans: the plans of all graphs.
+        paths: the plans of whole calls.
+        call: the present call.
+        name: name of the step, for the log.
+        several_backwards: whether a call may be followed by several backwards: its end is not known then, and nothing
+            is measured.
     """
 
     def __init__(self, plans: Plans, paths: Paths, call: Call, name: str, several_backwards: bool) -> None:
         self._plans, self._paths, self._call, self._name = plans, paths, call, name
         self._several_backwards = several_backwards
-        self._wanted: Recent[Shapes, int] = Recent()  # how many more calls of these shapes
+        self._wanted: Recent[Shapes, int] = Recent()  # how many more calls of these shapes are measured
         self._now: _Measured | None = None
         self._left_anew = False
 
     @property
     def step(self) -> MeasuredStep | None:
-        """The present call, if it is measured."""
+        """The measurement of the present call; ``None`` if it is not measured."""
         return self._now.step if self._now is not None else None
 
     def left_anew(self) -> None:
-        """A part of the step is left alone from now on: what it holds is beside the graphs from the next call on."""
+        """A part of the step runs in eager mode from now on: what it holds is to be measured beside the graphs."""
         self._left_anew = True
 
     def begin(self, leaves: Sequence[torch.Tensor]) -> None:
-        """A call begins; it is measured if that is wanted, and can be done on its device in this thread."""
+        """A call begins with these tensors; measure it if that is wanted, and possible on its device in this thread."""
         shapes = self._call.shapes
         if not self._wanted.get(shapes) or self._left_anew:
             return
@@ -78,9 +79,9 @@ class Measuring:
             self._now = _Measured(MeasuredStep(device), shapes, at_start)
 
     def returned(self, shapes: Shapes, result: Any) -> None:
-        """After a call: whether the next ones of these shapes are measured, since more than its graphs runs in a step."""
+        """After a call: have the next ones of these shapes measured if more runs in a step than one captured graph."""
         if self._now is not None:
-            if self._call.captured:  # capturing and planning take memory too
+            if self._call.captured:  # memory of capturing and planning was measured too
                 self.end()
                 self._now = None
             else:
@@ -91,20 +92,20 @@ class Measuring:
                 self._wanted[shapes] = MEASURED
 
     def give_way(self) -> None:
-        """Something is to be captured or measured that needs what measures a step."""
+        """Something is to be captured or measured that needs the profiler: end the measurement of a step."""
         if self._now is not None:
             self._now.step.give_way()
 
     def end(self) -> None:
-        """The backward of the last call is done: if it is measured, what comes until the next one is not part of it."""
+        """The backward of the last call is done: what runs until the next call is not measured with it."""
         if self._now is not None:
             self._now.step.end()
 
     def plan(self) -> None:
-        """Before a call: if the last one was measured, and held more or less than planned, plan what it ran again.
+        """Before a call: if the last one was measured and held more or less than planned, plan its graphs again.
 
         Raises:
-            InfeasibleBudgetError: when the budget that was given has no room for what was found.
+            InfeasibleBudgetError: when they do not fit the budget with what was measured, unless that is ``"auto"``.
         """
         self.end()
         measured, self._now = self._now, None
@@ -134,7 +135,7 @@ class Measuring:
         except InfeasibleBudgetError as error:
             if parse_budget(self._plans.planning.config.budget).kind is not BudgetKind.AUTO:
                 raise
-            # What was measured has run: the device has room for it, though not as much as was to be left free.
+            # The measured step did run: the device has room for it, though less than the margin is left free.
             put_back()
             self._wanted[shapes] = 0
             self._paths.beside.keep(lambda key, _: key != (shapes, path))
@@ -146,12 +147,12 @@ class Measuring:
     def _possible(self) -> bool:
         if not self._call.ran or self._plans.planning.agreement is not None or self._several_backwards:
             return False
-        if any(graph.accumulator is not None for graph in self._call.path):  # its call is known to be the whole step
+        if any(graph.accumulator is not None for graph in self._call.path):  # the graph is known to be the whole step
             return False
         return all(graph.sized is None and graph.captured.device.type in ("cpu", "cuda") for graph in self._call.path)
 
     def _held_at_start(self) -> int:
-        """What is on the device when a step begins, but for what it is given, as far as that is known."""
+        """Bytes on the device when a step begins, as far as known, without the tensors that it is given."""
         around = self._plans.planning.surroundings()
         if around.module_bytes:
             return around.held_bytes + around.state_bytes

@@ -1,4 +1,4 @@
-"""Buffers that are changed between a forward and its backward."""
+"""Copying buffers that are changed between a forward and its backward, where the backward would read them again."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from lightning_remat.schedule import Schedule
 log = logging.getLogger(__name__)
 
 WATCHED_RUNS = 2
-"""First runs of a plan in which buffers are watched: does anything change them between forward and backward?"""
+"""First runs of a plan in which buffers are watched for changes between forward and backward."""
 
 
 class MovingBuffers:
-    """Arguments of one captured graph that must be copied, because its backward reads them again.
+    """The buffers among the arguments of one captured graph that must be copied, since its backward reads them again.
 
-    What eager mode reads in the forward alone, the owner may change before the backward: the queue of a MoCo. In the first
-    runs of a plan every buffer that its backward would read for a recomputation is copied, and compared when the backward
-    begins; after that those that were seen to change are copied. Parameters, frozen ones too, and the batch are left alone:
-    they may be large, and nothing but an optimizer or the next step changes them.
+    A buffer that eager mode reads in the forward alone may be changed before the backward (the queue of MoCo). In the
+    first runs of a plan every buffer that its backward would read for a recomputation is copied, and compared when the
+    backward begins; after that those that were seen to change are copied. Parameters (frozen ones too) and the batch
+    are not copied: they may be large, and nothing but an optimizer or the next step changes them.
 
     Args:
         captured: the graph.
-        inputs: what it was captured with: the arguments of the captured function.
+        inputs: the arguments of the captured function, as it was captured.
         batch: ids of the call's own inputs.
 
     Attributes:
-        planned_bytes: what the graph's plan has room for; who makes a plan sets it.
-        most_bytes: what is copied at most while buffers are watched.
+        planned_bytes: bytes of copies that the graph's plan has room for; set by the code that makes the plan.
+        most_bytes: bytes that are copied at most while buffers are watched.
     """
 
     def __init__(self, captured: CapturedGraph, inputs: Sequence[Any], batch: Collection[int]) -> None:
@@ -55,31 +55,41 @@ class MovingBuffers:
         self.most_bytes = sum(block_bytes(one.nbytes, one.device.type) for one in watched)
 
     def add(self, plan: int, captured: CapturedGraph, schedule: Schedule) -> None:
-        """One more plan, by its number."""
-        # What is made of several arguments is written to by the step itself, or a part of a tensor subclass, as weights are.
+        """Add a plan, by its number."""
+        # Inputs that are no arguments (`None`) are bases that the step itself writes to, or parts of tensor subclasses.
         again = (self._arguments[primal] for primal in read_again(captured, schedule))
         self._read_again[plan] = [i for i in again if i in self._held]
 
     @property
     def unplanned_bytes(self) -> int:
-        """Bytes that are copied and not planned for."""
+        """Bytes that are copied and that the plan has no room for."""
         return max(0, sum(self._bytes.values()) - self.planned_bytes)
 
     def watched(self) -> int:
-        """A plan's first runs are over: gives the bytes that were planned for them alone, and are no more."""
+        """A plan's first runs are over: returns the bytes of copies that were planned for these runs alone."""
         copied = sum(self._bytes.values())
         spare, self.planned_bytes = max(0, self.planned_bytes - copied), min(self.planned_bytes, copied)
         return spare
 
     def copies(self, args: Sequence[Any], plan: int, runs: int, batch: Collection[int]) -> dict[int, torch.Tensor]:
-        """Copies for a run of a plan, by position; ``runs`` counts it, and ``batch`` has the ids of the call's own inputs."""
+        """The copies for a run of a plan, by the positions of the arguments.
+
+        Args:
+            args: the arguments of the run.
+            plan: number of the plan.
+            runs: how often it has run, this run included.
+            batch: ids of the call's own inputs.
+        """
         which: Iterable[int] = self._bytes
         if runs <= WATCHED_RUNS:
             which = [i for i in self._read_again[plan] if id(args[i]) not in batch]
         return {i: internals.copied(args[i]) for i in which}
 
     def watch(self, args: Sequence[Any], copies: Mapping[int, torch.Tensor], name: str) -> Callable[[], None]:
-        """Called when the backward begins, what this returns looks for changes. It keeps no other argument alive."""
+        """A function to call when the backward begins: it looks which arguments have changed since they were copied.
+
+        It keeps no other arguments alive.
+        """
         pairs = {i: (args[i], copy) for i, copy in copies.items()}
 
         def compare() -> None:

@@ -1,6 +1,7 @@
-"""Plans for all the graphs of a call as one: what one of them keeps is held while the next ones run.
+"""Plans for all the graphs of a call together: what one of them saves is held while the next ones run.
 
-Which way a call goes is not known before: calls that begin with the same graphs run the same plans of these.
+A call's *path* is the sequence of captured graphs that it runs. It is not known in advance, so that calls that begin
+with the same graphs run the same plans for these.
 """
 
 from __future__ import annotations
@@ -22,38 +23,38 @@ from lightning_remat.runtime._recent import Recent
 log = logging.getLogger(__name__)
 
 MOST_PATHS = 8
-"""Sequences of graphs, for the same shapes, that are planned together: where Python decides by data there may be very many."""
+"""Paths that are planned for the same shapes, at most: where Python branches on data there may be very many."""
 
 
 class Paths:
-    """The ways that calls take through the captured graphs, and one plan for each.
+    """The paths that calls have taken, and the plans that were made for each path as a whole.
 
     Args:
-        plans: of all graphs.
-        call: the present one.
+        plans: the plans of all graphs.
+        call: the present call.
         reasons: has the step's name.
-        asked_bytes: the budget that was asked for, where it is a size.
+        asked_bytes: the budget that the user has given, in bytes; ``None`` where it is no size.
 
     Attributes:
-        beside: what was measured beside the graphs of a call, by its shapes and its whole path.
-        planned_beside: by a plan's number, what there is of that beside its graph.
+        beside: the memory that was measured beside the graphs of a call, by its shapes and its whole path.
+        planned_beside: by a plan's number, the measured memory beside its graph that it was made with.
     """
 
     def __init__(self, plans: Plans, call: Call, reasons: Reasons, asked_bytes: int | None) -> None:
         self.beside: Recent[tuple[Shapes, Path], tuple[Beside, ...]] = Recent()
         self.planned_beside: dict[int, Beside] = {}
         self._plans, self._call, self._reasons, self._asked = plans, call, reasons, asked_bytes
-        # By shapes and graphs so far, the plan of the last of these graphs.
+        # By the shapes of a call and the first graphs of its path, the number of the plan of the last of these graphs.
         self._numbers: dict[tuple[Shapes, Path], int] = {}
-        self._settled: Recent[tuple[Shapes, Path], None] = Recent()  # whole calls that have been looked at
-        self._planned: Recent[Shapes, int] = Recent()  # how many paths
+        self._settled: Recent[tuple[Shapes, Path], None] = Recent()  # whole paths that need no other plans
+        self._planned: Recent[Shapes, int] = Recent()  # how many paths were planned
 
     def number(self, graph: Graph) -> int | None:
-        """The plan of the graph that the present call comes to; ``None`` where none was made for calls that begin so."""
+        """Number of the plan for ``graph`` as the present call's next graph; ``None`` where this path has none."""
         return self._numbers.get((self._call.shapes, (*self._call.path, graph)))
 
     def plan(self, shapes: Shapes, path: Path) -> None:
-        """Now that all graphs of a call are known, plan them as one; the next such call runs that.
+        """After a call, plan its graphs together if that is needed; the next such call runs these plans.
 
         Raises:
             InfeasibleBudgetError: when the graphs do not fit together; the next such call raises it again.
@@ -75,10 +76,10 @@ class Paths:
         self._settled[shapes, path] = None
 
     def plan_anew(self, shapes: Shapes, path: Path) -> None:
-        """Plan a path, of which graphs were forgotten; where one of them came down to too little for all, within the smallest.
+        """Plan a path again; a budget that was lowered to less than the whole path needs is raised to that.
 
         Raises:
-            InfeasibleBudgetError: when there is no plan within the budget that was asked for.
+            InfeasibleBudgetError: when there is no plan within the budget that the user has given.
         """
         try:
             self.plan_path(shapes, path)
@@ -89,7 +90,7 @@ class Paths:
             self.plan_path(shapes, path)
 
     def settle(self, shapes: Shapes, path: Path) -> None:
-        """The plans of a path stay as they are."""
+        """Keep the plans of a path as they are."""
         self._settled[shapes, path] = None
 
     def another_begins_alike(self, shapes: Shapes, path: Path) -> bool:
@@ -97,28 +98,28 @@ class Paths:
         return any(key != (shapes, path) and _begin_alike(key, shapes, path) for key in self._settled)
 
     def come_down(self, budget_bytes: int) -> None:
-        """What is planned from now on is planned within so much."""
+        """Lower the budget, and forget all paths: they are planned again within it, when they come."""
         self._plans.come_down(budget_bytes)
         self.forget()
 
     def forget(self) -> None:
-        """All paths are planned again, when they come."""
+        """Forget all paths: they are planned again, when they come."""
         self._numbers.clear()
         self._settled.clear()
         self._planned.clear()
 
     def count(self, nbytes: int) -> None:
-        """So much more is held beside all graphs."""
+        """Count so many more bytes beside all graphs, and forget all paths."""
         self._plans.count(nbytes)
         self.forget()
 
     def leave(self, graphs: set[Graph]) -> None:
-        """These run plainly from now on: other calls will come."""
+        """These graphs run in eager mode from now on: forget all paths, and what was measured of those through them."""
         self.forget()
         self.beside.keep(lambda key, _: graphs.isdisjoint(key[1]))
 
     def forget_path(self, shapes: Shapes, path: Path) -> Callable[[], None]:
-        """One is planned again; returns what gives it the plans back that it had."""
+        """Forget the plans of one path; returns a function that puts them back."""
         before = dict(self._numbers)
         for i in range(len(path)):
             self._numbers.pop((shapes, path[: i + 1]), None)
@@ -130,17 +131,17 @@ class Paths:
         return put_back
 
     def forget_through(self, graphs: set[Graph]) -> None:
-        """Those through these graphs are planned again."""
+        """Forget the paths through these graphs: they are planned again, when they come."""
         self._numbers = {key: number for key, number in self._numbers.items() if graphs.isdisjoint(key[1])}
         self._settled.keep(lambda key, _: graphs.isdisjoint(key[1]))
 
     def _in_parts(self) -> bool:
-        """Whether the present call has run several graphs, or one that has no plan within the budget as it came."""
+        """Whether the present call has several graphs, one that is over the budget, or measured memory beside it."""
         alone = any(FOR_ONCE in plan.notes for plan in self._plans.ran)
         return len(self._call.ran) > 1 or alone or (self._call.shapes, self._call.path) in self.beside
 
     def _needs_one_plan(self, shapes: Shapes, path: Path) -> bool:
-        """Whether what the graphs of a call run, each planned as it came, may be other than what a plan for all of them is."""
+        """Whether planning the graphs of a call together may give other plans than each got when it was captured."""
         if all((shapes, path[: i + 1]) in self._numbers for i in range(len(path))):
             return False
         if (shapes, path) in self.beside:
@@ -151,7 +152,7 @@ class Paths:
         return of_each or shared or any(plan.rematerializes or FOR_ONCE in plan.notes for plan in self._plans.ran)
 
     def plan_path(self, shapes: Shapes, path: Path) -> None:
-        """One plan for the graphs of a call, those that already have one for calls that begin alike kept if that can be."""
+        """Plan the graphs of a path together; if possible, the first ones keep the plans that other paths share."""
         known = [self._numbers.get((shapes, path[: i + 1])) for i in range(len(path))]
         fixed = [number for number in known[: known.index(None)] if number is not None]
         if len(path) > 1:
@@ -168,7 +169,7 @@ class Paths:
             if not fixed:
                 raise
             plans, fixed = self._plans.together(parts, [], path[0].memory), []
-            # Other ways to go on from here were planned after what has been given up.
+            # Other paths that begin alike were planned for plans of the first graphs that do not run any more.
             self._numbers = {
                 key: number for key, number in self._numbers.items() if not _begin_alike(key, shapes, path)
             }

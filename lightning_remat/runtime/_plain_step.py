@@ -1,4 +1,4 @@
-"""A function that runs as it is, in the place of `ScheduledStep` on a torch that is not known."""
+"""A function that runs as it is: takes the place of `ScheduledStep` on torch releases that are not supported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_remat.planner._plan import Plan
 
 
 class PlainStep:
-    """``function``, never captured; warns once that it is not, and why. Arguments and attributes as of `ScheduledStep`."""
+    """``function``, never captured; warns once, and says why. Arguments and attributes are those of `ScheduledStep`."""
 
     def __init__(self, function: Callable[..., Any], config: RematConfig, *, name: str = "", **_options: Any) -> None:
         self.function, self.config, self.name = function, config, name
@@ -28,7 +28,7 @@ class PlainStep:
         return self.function(*args, **kwargs)
 
     def begin_anew(self) -> None:
-        """There is nothing that it remembers."""
+        """Do nothing: no runs are counted."""
 
     def close(self) -> None:
-        """There is nothing that it searches for."""
+        """Do nothing: no search runs."""

@@ -1,4 +1,4 @@
-"""How a graph of a step is planned: what it costs, what lies around it, the device's memory, the budget, and who plans it."""
+"""Making plans for the graphs of a step: costs, the memory beside them, the budget, and the process that plans."""
 
 from __future__ import annotations
 
@@ -32,27 +32,28 @@ from lightning_remat.schedule import Schedule
 log = logging.getLogger(__name__)
 
 Earlier = Sequence[tuple[Plan, Weights]]
-"""What has run in a call before a graph of it: the plans, and the parameters that each gives gradients."""
+"""The graphs that a call has run before one of its graphs: their plans, and the parameters that they give gradients."""
 
 _Answer = TypeVar("_Answer")
 
 
 class Planning:
-    """Makes plans for graphs; keeps none of them.
+    """Makes plans for graphs; `Plans` keeps them.
 
     Args:
         config: how to plan.
-        reasons: told what is refused.
+        reasons: told when the verifier refuses schedules.
         surroundings: asked when a graph is planned: what the device holds beside it.
-        progress: told in words what is being done.
-        agreement: with the other processes that train the same model; measures and plans each graph in one of them.
-        reserved: the budget is one of what a CUDA device's allocator reserves, not of what it has allocated.
+        progress: called with a text about the work in progress.
+        agreement: has each graph measured and planned in one of the processes that train the same model; ``None`` for
+            one.
+        reserved: whether the budget is one of bytes that a CUDA device's allocator reserves, not of allocated ones.
         at_hand: schedules that are known before anything is captured.
 
     Attributes:
-        config: as it was given, or within the budget that was come down to.
-        cache: of plans of earlier runs.
-        allocator: of the device, as plans have it arranged.
+        config: as it was given, or with the budget that it was lowered to.
+        cache: the plans of earlier runs, on disk.
+        allocator: the CUDA device's allocator, as the plans have it arranged.
     """
 
     def __init__(
@@ -72,15 +73,15 @@ class Planning:
         self.agreement, self.progress, self.surroundings = agreement, progress, surroundings
         self._reasons, self._reserved, self._at_hand = reasons, reserved, at_hand
         self._costs = CostCache()
-        self._unnamed: dict[torch.device, int] = {}  # bytes that are allocated beside what is known, by device
+        self._unnamed: dict[torch.device, int] = {}  # by device, allocated bytes that nothing known accounts for
 
     @property
     def budget_is_fixed(self) -> bool:
-        """Whether the budget is so many bytes, not a share of something that depends on the step."""
+        """Whether the budget is a number of bytes that does not depend on the step (a size, or ``"auto"``)."""
         return parse_budget(self.config.budget).kind in (BudgetKind.AUTO, BudgetKind.SIZE)
 
     def share(self, floor_bytes: int, baseline_bytes: int) -> int:
-        """The budget of a step, where it is a share; 0 where it is not known before something is solved."""
+        """The budget of a step in bytes, if it is a share; 0 for other budgets."""
         budget = parse_budget(self.config.budget)
         if budget.kind is not BudgetKind.SHARE:
             return 0
@@ -89,14 +90,14 @@ class Planning:
     def on_device(
         self, captured: CapturedGraph, *, alone: bool, begins: bool
     ) -> tuple[Surroundings, DeviceMemory | None]:
-        """What lies around a graph, and on a CUDA device its memory.
+        """What is held beside a graph, and on a CUDA device the device's memory.
 
-        What else is allocated there counts too (workspaces of libraries, the user's own tensors).
+        On CUDA everything else that is allocated counts too (workspaces of libraries, the user's own tensors).
 
         Args:
             captured: the graph.
-            alone: no other graph of the call has run.
-            begins: nothing has run at all.
+            alone: whether no other graph of the call has run.
+            begins: whether nothing has run at all.
         """
         around = self.surroundings()
         device = captured.device
@@ -108,7 +109,7 @@ class Planning:
         return around, self.allocator.memory(device, state_bytes=around.state_bytes, begins=begins)
 
     def measured(self, captured: CapturedGraph) -> tuple[CapturedGraph, float]:
-        """The graph with costs, and the seconds that it took to find them."""
+        """The graph with the costs of its ops, and the seconds that it took to measure them."""
         started = time.monotonic()
         device = captured.device
         self.progress("measuring every operation")
@@ -148,19 +149,24 @@ class Planning:
         whole: bool = True,
         room_bytes: int = 0,
     ) -> tuple[ComputationGraph, Plan]:
-        """A graph with what lies around it, and its plan.
+        """A graph with the memory that is held beside it, and its plan.
 
         Args:
             captured: the graph, with costs.
-            weights: bytes of the parameters that it gives gradients, by identity.
-            around: what lies around it.
-            memory: the device's.
-            known: plans that are there already.
-            earlier: what has run before it in the call.
-            cost_seconds: that measuring took.
-            most_seconds: that solving may take, beside the time limit.
-            whole: the graph is the whole function.
-            room_bytes: for copies in its first runs (`MovingBuffers`), where something is evaluated again.
+            weights: bytes of the parameters that it gives gradients, by their ids.
+            around: what is held beside it.
+            memory: the CUDA device's memory; ``None`` on the CPU.
+            known: existing plans: one for the same graph and surroundings is taken.
+            earlier: the graphs that have run before it in the call.
+            cost_seconds: seconds that measuring took.
+            most_seconds: seconds that solving may take, if that is less than the time limit.
+            whole: whether the graph is the whole function.
+            room_bytes: bytes for copies in its first runs (`MovingBuffers`), needed where something is evaluated again.
+
+        Raises:
+            InfeasibleBudgetError: when no schedule was found for a graph that is the whole function and the call's
+                first.
+            BudgetError: for a size over what the device has.
         """
         config = dataclasses.replace(self.config, time_limit=min(self.config.time_limit, most_seconds))
         kept = sum(kept_bytes(plan) for plan, _ in earlier)
@@ -169,7 +175,7 @@ class Planning:
         replayed = replay_bytes(captured) + room_bytes
         alike = (graph, graph.replace(resident_bytes=graph.resident_bytes - replayed))
         same = [plan for plan in known if plan.graph in alike]
-        if same:  # captured again for another reason than its shapes
+        if same:  # captured again for another reason than new shapes
             return graph, min(same, key=lambda plan: plan.predicted_seconds)
         record: dict[str, Any] = {
             "replay_bytes": replayed,
@@ -200,7 +206,7 @@ class Planning:
         return graph, plan
 
     def together(self, parts: Sequence[Part], fixed: Sequence[Schedule], memory: DeviceMemory | None) -> list[Plan]:
-        """Plans for the graphs of a call as one; the first of them keep these schedules."""
+        """Plans for the graphs of a call together; the first graphs keep the schedules in ``fixed``."""
 
         def make() -> list[Plan]:
             return plan_together(
@@ -223,7 +229,7 @@ class Planning:
         )
 
     def again(self, graph: ComputationGraph, captured: CapturedGraph, memory: DeviceMemory | None) -> Plan:
-        """Another plan for a graph with what lies around it, within the budget as it is now."""
+        """Another plan for a graph (with what is held beside it), within the present budget; made in this process."""
         return make_plan(
             graph,
             self.config,
@@ -237,20 +243,20 @@ class Planning:
     def as_allocated(
         self, memory: DeviceMemory | None, graph: ComputationGraph, schedule: Schedule, budget_bytes: int
     ) -> tuple[bool, Footprint | None]:
-        """Whether a schedule fits as the device's allocator sees it, and what that makes of it."""
+        """Whether a schedule fits by the device allocator's model, and its footprint (``None`` without a model)."""
         if memory is None:
             return True, None
         footprint = memory.footprint(graph, schedule, budget_bytes if self._reserved else None)
         return footprint.fits and (self._reserved or footprint.allocated_bytes <= budget_bytes), footprint
 
     def with_beside(self, plan: Plan, memory: DeviceMemory | None, nbytes: int, budget_bytes: int = 0) -> Plan:
-        """A plan beside which so much more is held, of a budget that is so much larger."""
+        """The plan with ``nbytes`` more held all through the step, and a budget that is larger by ``budget_bytes``."""
         plan = with_beside(plan, nbytes, budget_bytes)
         _, footprint = self.as_allocated(memory, plan.graph, plan.schedule, plan.budget_bytes)
         return dataclasses.replace(plan, footprint=footprint)
 
     def refused(self, graph: ComputationGraph, reason: str, instead: str) -> None:
-        """The verifier refuses what is found for a graph."""
+        """Report that the verifier refuses the schedules that were found for a graph, and what runs instead."""
         self._reasons.refused(graph, reason, instead, self.config.budget, self.cache)
 
     def _agreed(
@@ -260,7 +266,7 @@ class Planning:
         encode: Callable[[_Answer], Any],
         decode: Callable[[Any], _Answer],
     ) -> _Answer:
-        """``answer()``, found in one of the processes that train together and handed to the others as plain data."""
+        """``answer()``, computed in one of the processes that train together, and sent to the others as plain data."""
         if self.agreement is None:
             return answer()
         return decode(self.agreement.once(question(), lambda: encode(answer())))

@@ -1,4 +1,4 @@
-"""The plans of one step: which there are, which ran last, which runs next."""
+"""Keeping the plans of one step: which there are, which ran last, and which runs next (`Planning` makes them)."""
 
 from __future__ import annotations
 
@@ -29,28 +29,29 @@ from lightning_remat.runtime._sized_plans import SizedPlan, SizedPlans
 log = logging.getLogger(__name__)
 
 EAGER_EXTRA = 1.25
-"""Eager may hold more than the captured step without rematerialization (float dropout masks, say): at most this much."""
+"""Factor by which eager mode may hold more than the captured step without rematerialization (float dropout masks)."""
 
 SECONDS_A_SIZE = 3.0
-"""Time limit of a plan for one of many sizes, where that is enough to find one."""
+"""Time limit of a plan for one of many sizes, as long as a plan is found in it."""
 
 
 class Plans:
     """The graphs of a step and their plans: which there are, which ran, which runs next.
 
     Args:
-        planning: makes them.
-        reasons: names the step.
-        call: the present one.
+        planning: makes the plans.
+        reasons: has the step's name.
+        call: the present call.
         on_plan: called with every new plan.
 
     Attributes:
-        all: the plans, in the order in which they were made.
+        all: the plans, in the order in which they were made; a plan's number is its index.
         runs: how often each plan's forward has run.
-        graphs: the captured ones.
-        limit: a budget that was come down to, in bytes.
-        plain: the sets of shapes at which the function itself runs, since it fits, with the largest plan of their call.
-        seconds: spent on choosing among plans for many sizes; see `ScheduledStep.planning_seconds`.
+        graphs: the captured graphs.
+        limit: the lowered budget, in bytes (see `come_down`); ``None`` where it is the one that was given.
+        plain: the sets of shapes at which the function itself runs, since it fits, with the number of their call's
+            largest plan.
+        seconds: see `ScheduledStep.planning_seconds`.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Plans:
 
     @property
     def last(self) -> Plan | None:
-        """The plan that ran last, of several in one call the one with the largest peak; ``None`` before the first."""
+        """The plan that ran last (of several in one call, that with the largest peak); ``None`` before the first."""
         if isinstance(self._last, tuple):
             plans, sized = self._last
             return plans.plan(sized)
@@ -81,13 +82,13 @@ class Plans:
 
     @property
     def fits_as_it_is(self) -> bool:
-        """Whether the last plan is one for symbolic sizes, and the plain step fits at these with room to spare."""
+        """Whether the last plan has symbolic sizes, and the unchanged step fits at these sizes with room to spare."""
         return isinstance(self._last, tuple) and fits_as_it_is(self._last[1])
 
     # -- what has run -------------------------------------------------------------------------------------------------
 
     def runs_now(self, graph: Graph, number: int, plan: Plan | SizedPlan) -> None:
-        """A graph's forward begins, as this plan has it."""
+        """A graph's forward begins to run by this plan."""
         self.runs[number] += 1
         last = self._last[1] if isinstance(self._last, tuple) else self._last
         if not self._call.ran or last is None or plan.predicted_peak_bytes >= last.predicted_peak_bytes:
@@ -97,7 +98,7 @@ class Plans:
                 self._last = graph.sized, plan
 
     def let_go_of_copies(self) -> None:
-        """Before a call: a plan whose first runs are over needs no room any more for what was copied to be watched."""
+        """Before a call: drop the room for copies of watched buffers from the plans whose first runs are over."""
         for graph, number in self._call.ran:
             if self.runs[number] != WATCHED_RUNS or not (spare := graph.buffers.watched()):
                 continue
@@ -111,7 +112,12 @@ class Plans:
     def first(
         self, captured: CapturedGraph, weights: Weights, whole: bool, room_bytes: int
     ) -> tuple[CapturedGraph, ComputationGraph, Plan, Surroundings, DeviceMemory | None]:
-        """The graph with costs, the same with what lies around it, its plan, what lies around it, and the device's memory."""
+        """Measure and plan a graph that was just captured.
+
+        Returns:
+            The graph with costs, the same with the memory that is held beside it, its plan, that memory, and the CUDA
+            device's memory.
+        """
         captured, cost_seconds = self.planning.measured(captured)
         captured = with_late_gradients(captured)
         begins = not (any(self.runs) or self.plain or self._call.ran)
@@ -130,18 +136,21 @@ class Plans:
         memory: DeviceMemory | None,
         **others: Any,
     ) -> tuple[ComputationGraph, Plan]:
-        """A graph with what lies around it in the present call, and its plan (see `Planning.made`)."""
+        """A graph with what is held beside it in the present call, and its plan (see `Planning.made`)."""
         earlier = [(self.all[number], graph.weights) for graph, number in self._call.ran]
         return self.planning.made(captured, weights, around, memory, known=self.all, earlier=earlier, **others)
 
     def together(self, parts: Sequence[Part], fixed: Sequence[int], memory: DeviceMemory | None) -> list[Plan]:
-        """Plans for the graphs of a call as one; the first of them keep their plans, of these numbers."""
+        """Plans for the graphs of a call together; the first graphs keep their plans, by their numbers in ``fixed``."""
         return self.planning.together(parts, [self.all[number].schedule for number in fixed], memory)
 
     def again(self, graph: Graph, *, part: bool = False) -> None:
-        """A plan for a graph within the budget that was come down to, or with room for what is copied, if its own has not.
+        """Plan a graph again if its plan is over the lowered budget, or has no room for copies of changing buffers.
 
-        A part of a call for which there is none keeps the one that it has.
+        If ``part``, it is one of several graphs of a call, and keeps its plan where no other one is found.
+
+        Raises:
+            InfeasibleBudgetError: where no other plan is found, unless ``part``.
         """
         plan = self.all[graph.plan]
         copies = 0 if self.planning.agreement is not None else graph.buffers.unplanned_bytes
@@ -170,7 +179,7 @@ class Plans:
         )
 
     def number_of(self, plan: Plan) -> int:
-        """A plan's number; one that is new is added, not yet ready to run."""
+        """A plan's number; a new plan is added first (and has yet to be lowered)."""
         index = next((i for i, known in enumerate(self.all) if known is plan), len(self.all))
         if index == len(self.all):
             self.all.append(plan)
@@ -178,7 +187,7 @@ class Plans:
         return index
 
     def add(self, plan: Plan, graph: Graph, captured: CapturedGraph | None = None) -> int:
-        """One more plan of a graph (as captured, by default), ready to run; returns its number."""
+        """Add a plan of a graph (in the form ``captured``), lower it so that it can run, and return its number."""
         captured = captured or graph.captured
         self.all.append(plan)
         self.runs.append(0)
@@ -189,14 +198,14 @@ class Plans:
         return number
 
     def tell(self, plan: Plan) -> None:
-        """Hand a new plan on."""
+        """Call ``on_plan`` with a new plan."""
         if self._on_plan is not None:
             self._on_plan(plan)
 
     # -- sizes that vary ----------------------------------------------------------------------------------------------
 
     def of_sizes(self, graph: Graph, captured: CapturedGraph, number: int) -> SizedPlans:
-        """Plans for a graph with symbolic sizes; that of this number is the first."""
+        """The plans for a graph with symbolic sizes, of which the one of this number is the first."""
         replayed = replay_bytes(captured)
 
         def surround(captured: CapturedGraph, replays: bool) -> ComputationGraph:
@@ -230,7 +239,7 @@ class Plans:
         )
 
     def of_these_sizes(self, graph: Graph, args: Sequence[Any]) -> tuple[int, SizedPlan]:
-        """What of a graph with symbolic sizes runs now: a plan's number, and the plan at these sizes."""
+        """What a graph with symbolic sizes runs for these arguments: a plan's number, and the plan at their sizes."""
         assert graph.sized is not None
         started = time.monotonic()
         sized = graph.sized.at(tuple(int(args[i]) for i in graph.arguments))
@@ -240,7 +249,7 @@ class Plans:
     # -- another budget -----------------------------------------------------------------------------------------------
 
     def come_down(self, budget_bytes: int) -> None:
-        """What is planned from now on is planned within so much."""
+        """Lower the budget of all later plans to so many bytes."""
         self.limit = budget_bytes
         for graph in self.graphs:
             if graph.sized is not None:
@@ -253,7 +262,7 @@ class Plans:
         )
 
     def count(self, nbytes: int) -> None:
-        """So much more is held beside all graphs; a budget that is a share, or ``"min"``, is the larger for it."""
+        """Count so many more bytes beside all graphs; a budget that is a share, or ``"min"``, grows by as many."""
         larger = nbytes if self.limit is None and not self.planning.budget_is_fixed else 0
         for graph in self.graphs:
             graph.around = dataclasses.replace(graph.around, resident_bytes=graph.around.resident_bytes + nbytes)
@@ -271,5 +280,5 @@ class Plans:
 
 
 def fits_as_it_is(plan: Plan | SizedPlan) -> bool:
-    """Whether the plain step fits the plan's budget with room to spare."""
+    """Whether the unchanged step fits a plan's budget with room to spare."""
     return plan.baseline_peak_bytes * EAGER_EXTRA <= plan.budget_bytes

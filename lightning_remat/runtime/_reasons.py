@@ -1,4 +1,4 @@
-"""Why a step, or a part of it, runs as before: each reason is said once, as a warning."""
+"""Why a step, or a part of it, runs as before: each reason is given once, as a warning."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ log = logging.getLogger(__name__)
 
 
 class Reasons:
-    """What was said of one step.
+    """The reasons why one step, or a part of it, runs as before, and the warnings with them.
 
     Args:
-        name: of the step, for people.
+        name: name of the step, for the warnings.
 
     Attributes:
         failures: the reasons, in the order in which they were found.
-        gave_up: later calls run as before.
+        gave_up: whether all later calls run as before.
     """
 
     def __init__(self, name: str) -> None:
@@ -32,7 +32,7 @@ class Reasons:
         self.gave_up = False
 
     def failed(self, reason: str, error: Exception | None = None) -> None:
-        """Something could not be captured."""
+        """Warn that something could not be captured, once for each reason."""
         reason = reason.strip().splitlines()[0] if reason.strip() else type(error).__name__
         if reason in self.failures:
             return
@@ -46,12 +46,12 @@ class Reasons:
         )
 
     def give_up(self, reason: str) -> None:
-        """Later calls run as before."""
+        """Run all later calls as before, and warn with the reason."""
         self.gave_up = True
         self.failed(reason)
 
     def refused(self, graph: ComputationGraph, reason: str, instead: str, budget: object, cache: PlanCache) -> None:
-        """The verifier refuses what is found for a graph: a defect of ours, which is said once, with what shows it."""
+        """Warn that the verifier refuses all schedules for a graph, a defect of this library, and save the graph."""
         reason = f"every schedule that was found for it breaks a rule ({reason})"
         if reason in self.failures:
             return

@@ -1,4 +1,4 @@
-"""What is kept of what was used last."""
+"""`Recent`: a mapping that keeps the entries that were used last."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 MOST = 4096
-"""Entries that are kept of what there is one for each set of shapes or sizes (some hundred bytes each)."""
+"""Entries that are kept by default, one for each set of shapes or sizes (some hundred bytes each)."""
 
 
 class Recent(Generic[K, V]):
-    """A mapping of at most so many entries, from which the one that was not used for longest goes first.
+    """A mapping of a limited size: the entry that was least recently used is dropped first.
 
     Args:
-        most: how many, at least 1.
+        most: how many entries it holds, at least 1.
 
     Example:
         >>> found = Recent(2)
@@ -46,21 +46,21 @@ class Recent(Generic[K, V]):
             del self._entries[next(iter(self._entries))]
 
     def __contains__(self, key: K) -> bool:
-        """Whether there is one; to ask counts as use."""
+        """Whether there is an entry, which counts as used then."""
         if key not in self._entries:
             return False
         self._entries[key] = self._entries.pop(key)
         return True
 
     def __iter__(self) -> Iterator[K]:
-        """Keys, the one that was used last at the end."""
+        """The keys, the one that was used last at the end."""
         return iter(self._entries)
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def keep(self, wanted: Callable[[K, V], bool]) -> None:
-        """Forget all others."""
+        """Forget all entries that are not wanted."""
         self._entries = {key: value for key, value in self._entries.items() if wanted(key, value)}
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""A captured graph as it runs: its forward by the plan of the present call, and what is known when its backward begins."""
+"""Running a captured graph: its forward by the present call's plan, and the checks when its backward begins."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Step:
     """What the graphs of one step share while they run.
 
     Attributes:
-        plans: of all graphs.
-        paths: that calls take through them.
-        measuring: of whole calls.
-        call: the present one.
+        plans: the plans of all graphs.
+        paths: the plans of whole calls.
+        measuring: the measurements of whole calls.
+        call: the present call.
         reasons: told why later calls run as before.
-        several_backwards: a call may be followed by several backwards, or hold them (manual optimization).
-        shared: what a call reads and returns is anybody's: there may be a backward for each of its outputs.
+        several_backwards: whether a call may be followed by several backwards, or hold them (manual optimization).
+        shared: see `ScheduledStep`; there may also be a backward for each output of a call.
     """
 
     plans: Plans
@@ -51,7 +51,17 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """One forward of a graph, as far as its backward has to know."""
+    """One forward of a graph: what its backward needs to know of it.
+
+    Attributes:
+        number: number of the plan.
+        first: whether it is the plan's first run.
+        compare: looks whether buffers have changed since (see `MovingBuffers.watch`).
+        added: by position, the parameters whose gradients the `Accumulator` may add.
+        handed_out: the gradients that autograd adds up.
+        measured: the measurement of the call; ``None`` if it is not measured.
+        position: position of the graph in the call.
+    """
 
     number: int
     first: bool
@@ -67,13 +77,14 @@ class Runner:
 
     Args:
         graph: the graph.
-        compiled: runs the version that its exchange has chosen, as one node of autograd's graph.
-        step: that it is a part of.
-        sums: the gradients that autograd adds up.
-        casts: positions of arguments that eager mode casts once under one autocast, whoever uses them.
-        computed: positions of arguments that are cast several times, each with whether it was taken for one that was computed,
-            or is a view: eager mode casts such a one for each use, and a leaf of autograd's graph once.
-        views: the outputs that are views of others, which Dynamo does not expect.
+        compiled: runs the version that the graph's exchange has chosen, as one node of autograd's graph.
+        step: the step that it is a part of.
+        sums: the gradients whose summands autograd adds up.
+        casts: positions of arguments that eager mode casts once under one autocast region, whatever uses them.
+        computed: positions of arguments that are cast several times, each with whether the capture took it for a
+            computed tensor or a view: eager mode casts these for each use, and a leaf of autograd's graph once.
+        views: positions of the outputs that have a port (see ``capture._ports``), an extra output that Dynamo does not
+            expect.
     """
 
     def __init__(
@@ -90,7 +101,7 @@ class Runner:
         self._sums, self._casts, self._computed, self._views = sums, casts, computed, views
 
     def run(self, *args: Any) -> Any:
-        """What Dynamo's graph gives for these arguments."""
+        """What the graph returns for these arguments."""
         graph, call, plans = self._graph, self._step.call, self._step.plans
         if graph.left and graph.plainly is not None:
             return graph.plainly(*args)
@@ -138,7 +149,7 @@ class Runner:
         return outputs[: len(outputs) - len(self._views)]
 
     def _plan(self, args: Sequence[Any]) -> tuple[int, Plan | SizedPlan]:
-        """What of the graph runs now: a plan for its sizes, or one for calls that begin as this one, or its own."""
+        """The number of the plan to run now, and the plan: for the present sizes, call's path, or graph alone."""
         graph, plans = self._graph, self._step.plans
         if graph.sized is not None:
             return plans.of_these_sizes(graph, args)
@@ -156,9 +167,17 @@ class Runner:
         ported: Mapping[int, torch.Tensor],
         node: Any,
     ) -> None:
-        """Before anything of the backward has run.
+        """Called when a backward begins, before anything of it has run.
 
-        A second one may be about to come from these outputs: in the first run of a plan what it needs is kept, to see.
+        Another backward may come from the outputs that this one leaves out: in the first run of a plan the saved
+        tensors are kept for it, to see whether it comes.
+
+        Args:
+            run: the forward.
+            unused: positions of the outputs that get no gradient.
+            given: shape and strides of the gradients, by the position of the output.
+            ported: gradients of ports, by their positions among the outputs.
+            node: the graph's node in autograd's graph.
         """
         graph, reasons = self._graph, self._step.reasons
         if torch.is_grad_enabled():
@@ -194,7 +213,7 @@ class Runner:
         run.compare()
 
     def _notice_what_is_shared(self, handed_out: HandedOut, node: Any) -> None:
-        """What the graph reads is read outside of it too: who adds up its gradients, and in which precision?"""
+        """Give up, or have autograd add up gradients, where tensors that the graph reads are used outside of it too."""
         exchange, reasons = self._graph.exchange, self._step.reasons
         if handed_out.casts is not None and shares_casts(handed_out.casts, node):
             reasons.give_up(
@@ -213,7 +232,7 @@ class Runner:
                 )
 
     def _take_as_given(self, number: int, given: Mapping[int, Given]) -> None:
-        """The backward that begins is one for gradients that lie so in memory."""
+        """Have a backward run that is made for gradients of these memory layouts, or give up."""
         try:
             self._graph.arrivals.begin(self._graph.versions[number], given)
         except Exception as error:  # noqa: BLE001 - whatever torch raises while it traces

@@ -1,4 +1,4 @@
-"""Searching on for a cheaper schedule in a process of its own, while training runs on the first one."""
+"""Searching for a cheaper schedule in another process, while training runs by the first plan."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 class Search:
     """A process that looks for cheaper schedules of a plan's graph, at the plan's budget.
 
-    The process knows the graph and nothing of the training; it runs at low priority, ends by itself after the time limit, and
-    with this process however that ends. Where it cannot be started, or dies, that is said once in a warning, and the plan at
-    hand stays.
+    The process knows the graph and nothing of the training; it runs at low priority, and ends by itself after the time
+    limit, and when this process ends, in whatever way. Where it cannot be started, or fails, there is one warning, and
+    the present plan stays.
 
     Args:
-        plan: the plan at hand.
+        plan: the present plan.
         config: solver, its options and its time limit.
 
     Attributes:
-        completed: whether it has come to its end by itself.
+        completed: whether the process has ended by itself without an error.
     """
 
     def __init__(self, plan: Plan, config: RematConfig) -> None:
@@ -59,7 +59,7 @@ class Search:
             (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
             with self._errors.open("wb") as errors:
                 self._process = subprocess.Popen(
-                    # -P: not what lies in the working directory, which the training does not import either.
+                    # -P: do not import from the working directory, unless the training does (PYTHONPATH below).
                     [sys.executable, "-P", "-m", "lightning_remat.solvers", str(folder / "task.json")],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
@@ -79,11 +79,11 @@ class Search:
 
     @property
     def running(self) -> bool:
-        """Whether something better may still be found."""
+        """Whether the process may still find something cheaper."""
         return self._process is not None
 
     def better(self) -> Solution | None:
-        """A cheaper schedule that was written since this was asked last, verified; quick enough to ask before every step."""
+        """A cheaper schedule, verified, if one was written since the last call; quick enough for every step."""
         if self._process is None:
             return None
         ended = self._process.poll()
@@ -129,7 +129,7 @@ class Search:
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path, owner: int) -> None:
-    if os.getpid() != owner:  # a fork of the process that started it is at its end
+    if os.getpid() != owner:  # called at the end of a fork of the process that started it
         return
     process.kill()
     if process.stdin is not None:

@@ -1,11 +1,11 @@
-"""One graph with symbolic sizes, and few plans for all the sizes that it is called with.
+"""A few plans of one graph with symbolic sizes, for all the sizes that it is called with.
 
-Sizes are rounded up to a grid, and a plan is made at a point of the grid: its schedule runs for all sizes below that are
-rounded up to it. Whether it fits is not inferred from that: for every new set of sizes, each schedule at hand is simulated
-with the exact bytes of every tensor, and the one that takes least is verified (`lightning_remat.schedule.verify`). Where one
-at hand adds next to nothing, none is made for that point of the grid. Times and workspaces are those measured at a point of
-the grid above. What is kept for each set of sizes are a few numbers; the graph is written out again where somebody asks for the
-plan.
+Sizes are rounded up to a grid, and a plan is made at a point of the grid: its schedule runs for all sizes that are
+rounded up to it. Whether it fits is not inferred from that: for every new set of sizes, each existing schedule is
+simulated with the exact bytes of every tensor, and the fastest that fits is verified
+(`lightning_remat.schedule.verify`). Where an existing one has next to no overhead, none is made for that point of the
+grid. Times and workspaces are those measured at a point of the grid that is no smaller. For each set of sizes only a
+few numbers are kept; its graph is made again when its plan is asked for.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ STEPS_A_DOUBLING = 4
 """Points of the grid from one size to twice that."""
 
 SHARED = 0.02
-"""Overhead up to which a plan at hand is taken where there is none for the point of the grid."""
+"""Overhead up to which an existing plan is taken where there is none for the point of the grid."""
 
 MOST_SIZES = MOST
-"""Sizes for which it is kept what runs at them."""
+"""Sets of sizes for which the choice of a plan is kept, at most."""
 
 MOST_POINTS = 512
-"""Points of the grid whose costs are kept."""
+"""Points of the grid whose costs are kept, at most."""
 
 MOST_PLANS = 64
-"""Plans of one graph after which a point of the grid is planned only if none at hand, of any point, fits its own budget."""
+"""Plans of one graph after which a point of the grid is planned only if no plan of any point fits its budget."""
 
 Sizes = tuple[int, ...]
+"""The values of a graph's symbolic sizes."""
 
 
 def rounded_up(size: int, most: int | None = None) -> int:
-    """The smallest point of the grid that is no smaller, or ``most``."""
+    """The smallest point of the grid from ``size`` on; ``most``, or ``size`` itself, where that is over ``most``."""
     exponent = math.ceil(math.log2(size) * STEPS_A_DOUBLING - 1e-9) if size > 1 else 0
     found = max(size, math.floor(2 ** (exponent / STEPS_A_DOUBLING)))
     return found if most is None else max(size, min(found, most))
@@ -51,12 +52,12 @@ def rounded_up(size: int, most: int | None = None) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Costs:
-    """Of every op at a point of the grid, in the captured order.
+    """The costs of every op at a point of the grid, in the captured order.
 
     Attributes:
-        seconds, workspace_bytes: one an op.
+        seconds, workspace_bytes: one per op.
         real_bytes: see `CapturedGraph.taking`.
-        device: where they were measured.
+        device: the device that they were measured on.
     """
 
     seconds: tuple[float, ...]
@@ -66,7 +67,7 @@ class Costs:
 
     @classmethod
     def of(cls, captured: CapturedGraph) -> Costs:
-        """Those of a graph."""
+        """The costs in a graph."""
         ops = captured.graph.ops
         return cls(
             tuple(op.seconds for op in ops),
@@ -76,23 +77,23 @@ class Costs:
         )
 
     def put_on(self, captured: CapturedGraph) -> CapturedGraph:
-        """The graph at other sizes, with these costs."""
+        """The graph, captured for other sizes, with these costs."""
         graph = captured.graph.with_costs(self.seconds, self.workspace_bytes).replace(device=self.device)
         return dataclasses.replace(captured, graph=graph).taking(self.real_bytes)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SizedPlan:
-    """What runs at one set of sizes.
+    """The plan that runs at one set of sizes, and what is predicted of it there.
 
     Attributes:
-        number: of the plan whose schedule it is.
+        number: number of the plan whose schedule runs.
         made: that plan.
         sizes: the sizes.
-        costs: what ops are taken to cost at them.
-        resident_bytes: of the graph at these sizes.
+        costs: the costs that are assumed for the ops at these sizes.
+        resident_bytes: the graph's at these sizes.
         budget_bytes, predicted_peak_bytes, predicted_seconds, baseline_peak_bytes, baseline_seconds, footprint: see `Plan`.
-        as_made: the plan was made for these sizes.
+        as_made: whether the plan was made for these very sizes.
     """
 
     number: int
@@ -119,14 +120,15 @@ class SizedPlans:
 
     Args:
         captured: the graph at a point of the grid, with costs.
-        number, plan: the plan that was made for it.
-        shared: whether a plan may be used beyond its own point of the grid: where a budget is so many bytes, not a share of
-            something that depends on the sizes.
-        share: the budget for a floor and a baseline, in bytes, where it is a share; 0 where none is known.
-        measure: the same graph with costs.
-        surround: a captured graph with what lies around it; the flag says whether random ops are evaluated again.
-        make: plans a captured graph; gives the plan its number.
-        allocated: whether a schedule of a graph is within so many bytes as the device's allocator sees it, and its footprint.
+        number, plan: the plan that was made for it, and its number.
+        shared: whether a plan may be used beyond its own point of the grid: if the budget is a number of bytes, not a
+            share of something that depends on the sizes.
+        share: given floor and baseline, returns the budget in bytes if that is a share, else 0.
+        measure: returns a graph with costs.
+        surround: returns a captured graph with what is held beside it; the flag says whether ops are evaluated again.
+        make: plans a captured graph; returns the number of the plan, and the plan.
+        allocated: whether a schedule of a graph is within so many bytes by the model of the device's allocator, and its
+            footprint.
     """
 
     def __init__(
@@ -156,7 +158,7 @@ class SizedPlans:
         self._written: tuple[SizedPlan, Plan] | None = None
 
     def at(self, sizes: Sizes) -> SizedPlan:
-        """What to run at these sizes.
+        """The plan to run at these sizes.
 
         Raises:
             InfeasibleBudgetError: where no schedule was found that fits.
@@ -177,13 +179,16 @@ class SizedPlans:
         return self._written[1]
 
     def come_down(self, budget_bytes: int) -> None:
-        """From now on nothing that takes more than this will do."""
+        """Lower the budget, if it is larger: plans for all sizes are chosen again within it."""
         self._most_bytes = budget_bytes
         self._known.clear()
         self._impossible.clear()
 
     def take(self, plans: Mapping[int, Plan]) -> None:
-        """What lies around the graph has changed, and with it these plans: what was chosen for sizes is chosen anew."""
+        """Take these plans in place of those of the same numbers: what is held beside the graph has changed.
+
+        Plans for all sizes are chosen again.
+        """
         self._plans = {number: (sizes, plans.get(number, plan)) for number, (sizes, plan) in self._plans.items()}
         self._known.clear()
         self._impossible.clear()
@@ -224,7 +229,7 @@ class SizedPlans:
         return _as_made(number, plan, sizes, Costs.of(captured))
 
     def _own(self, sizes: Sizes, costs: Costs) -> SizedPlan | None:
-        """A plan that was made for these sizes within what there is now."""
+        """A plan that was made for these very sizes and has a budget that is no larger than the present one."""
         most = math.inf if self._most_bytes is None else self._most_bytes
         for number, (made_for, plan) in self._plans.items():
             if made_for == sizes and plan.budget_bytes <= most:
@@ -234,7 +239,7 @@ class SizedPlans:
     def _best(
         self, exact: CapturedGraph, costs: Costs, corner: Sizes, sizes: Sizes, *, anywhere: bool = False
     ) -> SizedPlan | None:
-        """The fastest of the schedules at hand that fit at these sizes; ``anywhere``: those of other points too."""
+        """The fastest existing schedule that fits at these sizes; ``anywhere``: those made for other points too."""
         exact = costs.put_on(exact)
         found: list[tuple[float, int, ComputationGraph, int]] = []
         elsewhere = self._budget_at(exact) if anywhere and not self._shared else 0
@@ -275,7 +280,7 @@ class SizedPlans:
         return budget_bytes if self._most_bytes is None else min(budget_bytes, self._most_bytes)
 
     def _budget_at(self, exact: CapturedGraph) -> int:
-        """The budget of a step at these sizes: a share of what rematerialization can save there."""
+        """The budget in bytes at these sizes, where it is a share of what rematerialization can save there."""
         graph = self._surround(exact, False)
         problem = Problem(graph)
         return self._share(graph.floor_bytes, problem.evaluate(problem.captured).peak_bytes)
@@ -299,7 +304,7 @@ def _as_made(number: int, plan: Plan, sizes: Sizes, costs: Costs) -> SizedPlan:
 
 
 def _moved(sized: SizedPlan, graph: ComputationGraph) -> Plan:
-    """The plan's schedule at other sizes: the bound is that no schedule is faster than the step without rematerialization."""
+    """The plan of a schedule at other sizes; its lower bound is the time of the step without rematerialization."""
     optimal = not sized.made.rematerializes
     return dataclasses.replace(
         sized.made,

@@ -1,8 +1,9 @@
-"""A function that runs as scheduled: captured on its first call, planned, lowered, and run from then on.
+"""`ScheduledStep`: a function that is captured on its first call, planned, lowered, and run by its plan.
 
-Dynamo captures the function and guards on its inputs; every graph that it finds is handed over as a joint
-forward-backward graph, costed, planned and lowered. A new shape gives a new graph and so a new plan; an old one costs
-nothing to come back to. What cannot be captured runs as before, and the reason is said once.
+Dynamo captures the function and guards on its inputs; for every graph that it finds, AOTAutograd makes a joint
+forward-backward graph, whose ops are measured, and which is planned and lowered. A new shape gives a new graph and so a
+new plan; to come back to an old one costs nothing. What cannot be captured runs as before, and a warning gives the
+reason once.
 """
 
 from __future__ import annotations
@@ -42,38 +43,47 @@ from lightning_remat.runtime._running import Step
 log = logging.getLogger(__name__)
 
 ObserveOp = Callable[[str, str, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]
-"""Given an op's name, the path of its module, its arguments and what runs it: runs it, and returns its result."""
+"""Takes an op's name, its module's path, its arguments, and a function that runs it; returns that one's result."""
 
 TIGHTER = 0.8
-"""Of what lies between the floor and the peak of a plan that ran out of memory, what the next may take."""
+"""Share of the bytes between the floor and the peak of a plan that ran out of memory that the next plan may take."""
 
 
 class ScheduledStep:
-    """``function``, run as scheduled wherever gradients are enabled.
+    """Runs ``function`` by plans wherever gradients are enabled.
 
     Args:
         function: takes and returns anything; tensors among its inputs and outputs may be nested.
         config: how to plan.
         surroundings: asked when a captured graph is planned: what the device holds beside it.
-        name: of what is captured, for people.
+        name: name of the step, for messages and plans.
         on_plan: called with every new plan.
-        progress: told in words what is being done.
-        dynamic_sources: gives the inputs that may change without a new capture, in Dynamo's words (``"L['batch_idx']"``).
-        leave_alone: run the function itself for shapes at which the plain step fits with room to spare.
-        several_backwards: a call may be followed by several backwards, or hold them (manual optimization).
-        agreement: with the other processes that train the same model; measures and plans each graph in one of them.
-        accumulates: asked when a graph is captured: whether its backward may add gradients to those at hand itself. Nothing
-            but ``Tensor.backward`` of what a call returns may follow it then.
-        reserved: the budget is one of what a CUDA device's allocator reserves, not of what it has allocated; by default if it
-            is ``"auto"``.
+        progress: called with a text about the work in progress.
+        dynamic_sources: gives patterns of Dynamo source names, separated by commas, of values that may change without a
+            new capture (``"L['batch_idx']"``).
+        leave_alone: whether to run the function itself for shapes at which it fits without rematerialization, with room
+            to spare.
+        several_backwards: whether a call may be followed by several backwards, or hold them (manual optimization).
+        agreement: has each graph measured and planned in one of the processes that train the same model; ``None`` for
+            one.
+        accumulates: asked when a graph is captured: whether its backward may add gradients to ``.grad`` itself. Nothing
+            but ``Tensor.backward`` of what a call returns may follow the call then.
+        reserved: whether the budget is one of bytes that a CUDA device's allocator reserves, not of allocated ones; by
+            default if it is ``"auto"``.
         at_hand: schedules that are known before anything is captured.
-        shared: what a call reads may be read outside of it too, or by another call, before the backward: gradients of what
-            it reads several times are added up by autograd then, in the order in which they come.
+        shared: whether what a call reads may be read outside of it too, or by another call, before the backward:
+            autograd then adds up the gradients of what is read several times, in the order in which they arrive.
 
     Attributes:
-        plans: one a captured graph and shape, in the order of capture.
+        function, name, leave_alone: as given.
+        plans: all plans in the order in which they were made; usually one for each captured graph and set of input
+            shapes.
         failures: why something could not be captured, each reason once.
-        runs: how often each plan's forward has run.
+        runs: how often the forward of each plan has run.
+
+    Raises:
+        BudgetError: on a call, for a size over what the device has.
+        InfeasibleBudgetError: on a call, when no schedule fits the budget.
     """
 
     def __init__(
@@ -117,27 +127,27 @@ class ScheduledStep:
         step = Step(self._plans, self._paths, self._measuring, self._call, self._reasons, several_backwards, shared)
         self._backend = Backend(function, step, accumulates, shared)
         self._captures = Captures(function, self._backend, self._call, self._reasons, dynamic_sources)
-        self._checkpointed = False  # calls are evaluated again in a backward, by a checkpoint around them
+        self._checkpointed = False  # a checkpoint around the calls evaluates them again in the backward
         self.plans, self.runs, self.failures = self._plans.all, self._plans.runs, self._reasons.failures
 
     @property
     def config(self) -> RematConfig:
-        """How it plans: as it was told, or within the budget that was come down to."""
+        """How it plans: as it was given, or with the budget that it was lowered to."""
         return self._plans.planning.config
 
     @property
     def agreement(self) -> Agreement | None:
-        """With the other processes that train the same model."""
+        """How the processes that train the same model agree on plans; ``None`` for one process."""
         return self._plans.planning.agreement
 
     @property
     def planning_seconds(self) -> float:
-        """Spent on capture, measuring, planning, and looking for a plan at hand, first runs of what was captured included."""
+        """Seconds spent in calls that captured something (their run included), and on choosing plans for sizes."""
         return self._plans.seconds
 
     @property
     def last_plan(self) -> Plan | None:
-        """The plan that ran last, of several in one call the one with the largest peak; ``None`` before the first."""
+        """The plan that ran last (of several in one call, that with the largest peak); ``None`` before the first."""
         return self._plans.last
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +168,7 @@ class ScheduledStep:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = internals.tensor_leaves((args, kwargs))
         leaves = [*given, *self._captures.early.tensors]
-        again = internals.in_backward()  # a checkpoint around the call: what runs again is what has run
+        again = internals.in_backward()  # a checkpoint around the call runs it a second time, by the same plans
         self._checkpointed = self._checkpointed or again
         if not again:
             self._plans.let_go_of_copies()
@@ -181,7 +191,7 @@ class ScheduledStep:
         except Stop as stop:
             raise stop.error from stop.error.__cause__
         early = self._captures.early.tensors
-        if len(given) + len(early) > len(leaves):  # as the next call of these shapes will have it
+        if len(given) + len(early) > len(leaves):  # more early tensors were found: count them as the next call will
             self._call.shapes = shapes_of([*given, *early])
             self._captures.known_static(self._call.shapes)
         self._captures.tell_compiled()
@@ -198,7 +208,7 @@ class ScheduledStep:
     # -- before and after a call --------------------------------------------------------------------------------------
 
     def _plan_arrivals(self) -> None:
-        """Before a call: plan what the last one ran again, if its gradients came otherwise than it was captured for."""
+        """Before a call: plan the graphs of the last one again, if gradients came in other layouts than expected."""
         shapes, path = self._call.shapes, self._call.path
         self._call.ran.clear()
         if any(graph.left for graph in path):  # no call takes this path any more
@@ -207,7 +217,7 @@ class ScheduledStep:
         others = {graph: other for graph in planned if (other := graph.arrivals.taken()) is not None}
         if not others:
             return
-        self.end_measured()  # measuring costs needs what measures a step
+        self.end_measured()  # both the measured step and the measurement of costs need the profiler
         self._paths.forget_through(set(others))
         for graph, other in others.items():
             graph.captured = with_late_gradients(self._plans.planning.measured(other)[0])
@@ -221,11 +231,11 @@ class ScheduledStep:
                 made = self._plans.made(graph.captured, graph.weights, graph.around, graph.memory, room_bytes=room)
                 graph.problem, plan = made
                 graph.plan = self._plans.add(plan, graph)
-        except InfeasibleBudgetError as error:  # it has run
+        except InfeasibleBudgetError as error:  # the step has run with its old plans, and can go on
             log.warning("%s keeps its plans, though its gradients lie otherwise: %s", self.name or "the step", error)
 
     def _tell_failures(self, result: Any, symbolic: bool, known: Counter[str] | None) -> None:
-        """After a call: why nothing could be captured in it, if nothing ever was."""
+        """After a call: warn that nothing could be captured, and why, if nothing ever was."""
         reasons = list(internals.capture_failures() - known) if known is not None else []
         if not self.plans and not self.failures:
             found = f" ({reasons[0].splitlines()[0]})" if reasons else "; TORCH_LOGS=graph_breaks says more"
@@ -236,7 +246,10 @@ class ScheduledStep:
                 self._reasons.failed(f"with symbolic sizes, {reason}")
 
     def _look_at_what_was_captured(self, graphs: int) -> None:
-        """After a call that captured graphs, those from this index on: does the plain step fit, or was it once too often?"""
+        """After a call that captured graphs, those from index ``graphs`` on.
+
+        If the unchanged step fits, it runs from now on; what was captured too often is no longer captured.
+        """
         shapes, numbers = self._call.shapes, self._call.captured
         if self.leave_alone and all(fits_as_it_is(self.plans[i]) for i in numbers):
             self._plans.plain[shapes] = max(numbers, key=lambda i: self.plans[i].baseline_peak_bytes)
@@ -249,13 +262,13 @@ class ScheduledStep:
         if not left:
             self._reasons.give_up(f"it {again}; pass such a value as a tensor, or read it outside")
             return
-        # What these functions are to the step is measured beside its graphs from now on.
+        # The memory of these functions is measured beside the remaining graphs from now on.
         self._plans.graphs = [graph for graph in self._plans.graphs if not graph.left]
         self._paths.leave(left)
         self._measuring.left_anew()
 
     def _plan_as_one(self, result: Any, symbolic: bool) -> None:
-        """After a call: is it a whole step, as was foreseen when it was captured? Several graphs are planned together."""
+        """After a call: plan several graphs together; capture again if the call was not as its capture expected."""
         shapes, path = self._call.shapes, self._call.path
         if not self._adds_gradients(result):
             self._backend.accumulates = bool
@@ -271,7 +284,7 @@ class ScheduledStep:
             self._paths.plan(shapes, path)
 
     def _adds_gradients(self, result: Any) -> bool:
-        """Let a call's only graph add gradients itself, if it may; whether this is as foreseen when it was captured."""
+        """Let a call's only graph add its gradients to ``.grad``, if it may; returns whether this is as expected."""
         accumulators = [graph.accumulator for graph in self._call.path if graph.accumulator is not None]
         if not accumulators:
             return True
@@ -284,30 +297,30 @@ class ScheduledStep:
     # -- between calls ------------------------------------------------------------------------------------------------
 
     def left_out(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[str]:
-        """Names of the parameters that have gradients although nothing that was captured reads them, nor a compiled module.
+        """Names of the parameters that have gradients although no captured graph, nor a compiled module, reads them.
 
-        What a call did with them was left alone by Dynamo (a packed sequence, say): it runs as before, and takes memory that
+        Dynamo has skipped what a call did with them (a packed sequence, say): it runs as before, and takes memory that
         no plan counts.
         """
         return self._captures.left_out(self._plans.graphs, parameters)
 
     def end_measured(self) -> None:
-        """The backward of the last call is done: if it is measured, what comes until the next one is not part of it."""
+        """The backward of the last call is done: what runs until the next call is not measured with it."""
         self._measuring.end()
 
     def close(self) -> None:
-        """End what still searches beside the training, and leave the allocator as it was; the plans at hand stay."""
+        """End the search in the background, and put the CUDA allocator's settings back; the plans stay."""
         self.end_measured()
         self._plans.planning.allocator.put_back()
         self._improving.close()
 
     def begin_anew(self) -> None:
-        """What has run so far was no training: runs are counted, and buffers watched, as if there had been none."""
+        """What has run so far was no training: count runs, and watch buffers, as if there had been none."""
         self.runs[:] = [0] * len(self.runs)
 
     @contextlib.contextmanager
     def observed(self, observe: ObserveOp) -> Iterator[None]:
-        """While open, every op of what was captured is run through ``observe``, in the order in which it is scheduled."""
+        """While open, every op of the captured graphs is run through ``observe``, in the order of the schedule."""
 
         def observe_node(node: torch.fx.Node, args: Any, kwargs: Any, run: Callable[[], Any]) -> Any:
             if node.target is operator.getitem:
@@ -325,16 +338,18 @@ class ScheduledStep:
     # -- less memory --------------------------------------------------------------------------------------------------
 
     def tighten(self, budget_bytes: int | None = None) -> int | None:
-        """Come down to a smaller budget, because the last call ran out of memory; what it ran is planned again.
+        """Lower the budget, because the last call ran out of memory, and plan again what it ran.
 
         Args:
-            budget_bytes: the budget; by default the last plan's peak, less a part of what rematerialization can save.
+            budget_bytes: the new budget in bytes; by default the last plan's peak, less a fifth of what it has above
+                the floor.
 
         Returns:
-            The budget that everything is planned within from now on, in bytes; ``None`` where nothing was captured.
+            The budget that everything is planned within from now on, in bytes (more than was asked for, if nothing fits
+            that); ``None`` where nothing was captured.
 
         Raises:
-            InfeasibleBudgetError: when what ran cannot do with less.
+            InfeasibleBudgetError: when what ran cannot do with less than it had.
         """
         plain = self._plans.plain.get(self._call.shapes)
         numbers = [number for _, number in self._call.ran] or ([plain] if plain is not None else [])
@@ -374,7 +389,7 @@ class ScheduledStep:
     def make_room(self, nbytes: int) -> bool:
         """Count so many more bytes that are held on the device all through every step, and plan again where there is no room.
 
-        A budget that is a share, or ``"min"``, is the larger for them.
+        A budget that is a share, or ``"min"``, grows by as many.
 
         Returns:
             Whether there is room; if not, they are not counted. (Where a call is several graphs, or has symbolic sizes, that is

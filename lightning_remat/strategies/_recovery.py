@@ -1,4 +1,4 @@
-"""A training step that runs out of memory is undone, planned again within less, and repeated."""
+"""A training step that runs out of memory is undone, planned again within a smaller budget, and repeated."""
 
 from __future__ import annotations
 
@@ -54,18 +54,31 @@ class _Step:
     run: functools.partial[Any]
     state: StepState
     retries: int
-    error: RuntimeError | None = None  # that it was repeated for
+    error: RuntimeError | None = None  # the last one for which it was repeated
 
 
 class Recovering(Strategy):
-    """Mixed into a strategy, before Lightning's own."""
+    """A mixin, listed before a Lightning strategy, that repeats training steps that run out of memory.
+
+    Attributes:
+        retries: how often one step may be repeated.
+        recoveries: how often steps were repeated in this fit.
+    """
 
     def recover_with(self, retries: int, options: dict[str, Any]) -> None:
-        """Take the options; called when the strategy is made."""
+        """Set the options; called when the strategy is made.
+
+        Args:
+            retries: how often one step may be repeated.
+            options: of the `RematCallback` that is added where the Trainer has none.
+
+        Raises:
+            ConfigError: for options that cannot be used.
+        """
         if isinstance(retries, bool) or not isinstance(retries, int) or retries < 0:
             raise ConfigError(f"retries={retries!r}: give how often a step may be repeated, 0 or more")
         if options:
-            RematCallback(**options)  # an error comes now, not when training starts
+            RematCallback(**options)  # to raise an error now, not when training starts
         self.retries = retries
         self.recoveries = 0
         self._options = options
@@ -77,7 +90,7 @@ class Recovering(Strategy):
 
     @property
     def reserved_bytes(self) -> int:
-        """What this keeps on the device to undo a step, as far as is known; for what comes up later, room is made then."""
+        """Bytes of the copies that undo a step, as far as known; room for others is made when they are needed."""
         self._room = max(self._room, self._undoing().nbytes if self._may_repeat() else 0)
         return self._room
 
@@ -103,7 +116,7 @@ class Recovering(Strategy):
     @override
     def teardown(self) -> None:
         super().teardown()
-        self._running = self._undo = None  # copies are let go
+        self._running = self._undo = None  # releases the copies
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +128,7 @@ class Recovering(Strategy):
         return super().training_step(*args, **kwargs)
 
     def _repeating(self, run: functools.partial[Any]) -> Any:
-        """The forward of a step, as often as it takes. (Within that of DDP: what DDP does before is done once.)"""
+        """Run the forward of a step, repeated where it runs out of memory. (DDP's forward around it runs once.)"""
         if self._running is None and self._may_repeat():
             self._running = _Step(run, self._undoing().begin((run.args, run.keywords)), self.retries)
         while True:
@@ -140,7 +153,7 @@ class Recovering(Strategy):
                     raise
                 assert self._running is not None
                 go_on = self._running.state.taken_down(marks) if hooks else lambda: None
-                closure_loss.detach_()  # whoever else holds it does not hold what it was computed from
+                closure_loss.detach_()  # other references to the loss then do not keep its autograd graph alive
                 tighten = self._prepare(error)
             tighten()
             accumulated: int = self.lightning_module.trainer.accumulate_grad_batches  # type: ignore[union-attr]
@@ -205,7 +218,7 @@ class Recovering(Strategy):
         return True
 
     def _step_has_ended(self) -> None:
-        """Before the optimizer: see what the step has changed, and have room for the copies of it."""
+        """Called before the optimizer's step: learn what the step has changed, and make room for the copies of that."""
         step, self._running = self._running, None
         if step is None or self._undo is None:
             return
@@ -230,11 +243,11 @@ class Recovering(Strategy):
             )
 
     def _prepare(self, error: RuntimeError) -> Callable[[], None]:
-        """Release what the step held, and put its state back; what is returned plans it again."""
+        """Drop what the error refers to; the returned function puts the step's state back, and plans it again."""
         step, remat = self._running, self._remat
         assert step is not None and remat is not None and remat.training_step is not None
         training_step = remat.training_step
-        # The frames of an error hold tensors.
+        # The frames of an error refer to tensors.
         inner: BaseException | None = error
         while inner is not None:
             inner.__traceback__ = None
@@ -259,7 +272,7 @@ class Recovering(Strategy):
         return tighten
 
     def _again(self) -> Any:
-        """The forward once more: what it logs and gives to metrics has been made, and DDP has begun its step."""
+        """Run the forward once more; ``log``, metrics, and DDP's forward have had their calls already."""
         step, training_step = self._running, self._remat.training_step if self._remat is not None else None
         assert step is not None and training_step is not None
         training_step.rehearsal = True
@@ -277,7 +290,7 @@ class Recovering(Strategy):
         ]
 
     def _restore(self, before: list[tuple[torch.nn.Parameter, torch.Tensor | None, int]]) -> bool:
-        """Whether the gradients are, or can be made, what they were before the backward."""
+        """Put the gradients back as they were before the backward; returns whether that could be done."""
         changed = [
             (parameter, gradient)
             for parameter, gradient, version in before
@@ -287,26 +300,26 @@ class Recovering(Strategy):
             changed and self.lightning_module is not None and self.lightning_module.trainer.world_size > 1
         ):  # some are being reduced
             return False
-        if any(gradient is not None for _, gradient in changed):  # added to
+        if any(gradient is not None for _, gradient in changed):  # the backward has added to them in place
             return False
         for parameter, _ in changed:
             parameter.grad = None
         return True
 
     def _adopt_budget(self, training_step: TrainingStep) -> None:
-        """Come down to what another process has come down to."""
+        """Lower the budget to the smallest that another process has lowered it to."""
         agreement = training_step.scheduled.agreement
         told = [int(budget) for budget in agreement.news("budget")] if agreement is not None else []
         if told:
-            with contextlib.suppress(InfeasibleBudgetError):  # then what this process has is its smallest
+            with contextlib.suppress(InfeasibleBudgetError):  # then this process cannot do with less than it has
                 training_step.scheduled.tighten(min(told))
 
     def _tell_budget(self, training_step: TrainingStep, budget: int) -> None:
-        """Tell the other processes what this one has come down to."""
+        """Tell the other processes what this one has lowered its budget to."""
         if training_step.scheduled.agreement is not None:
             training_step.scheduled.agreement.tell("budget", str(budget))
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator had no more to give."""
+    """Whether an error says that an allocator is out of memory."""
     return isinstance(error, torch.OutOfMemoryError) or is_oom_error(error)

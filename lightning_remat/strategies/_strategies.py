@@ -1,4 +1,4 @@
-"""`RematStrategy` and `RematDDPStrategy`: what they add to Lightning's own is in `_recovery`."""
+"""`RematStrategy` and `RematDDPStrategy`: Lightning's strategies with the recovery of `Recovering` mixed in."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from lightning_remat.strategies._recovery import RETRIES, Recovering
 
 
 class RematStrategy(Recovering, SingleDeviceStrategy):
-    """One device, on which a training step that runs out of memory is planned again, within less, and repeated.
+    """One device, on which a training step that runs out of memory is planned within a smaller budget, and repeated.
 
-    An out-of-memory error inside forward or backward does not end the run: the optimizer has changed nothing by then. What the
-    step held is released, what it has changed is put back, and it is planned within a tighter budget and run again, with the
-    same bits as if nothing had happened. That is done a bounded number of times; then, and for an error in the
-    optimizer's step, the original error comes out, with advice.
+    An out-of-memory error inside forward or backward does not end the run: the optimizer has changed nothing by then.
+    What the step held is released, what it has changed is put back, and it is planned within a smaller budget and run
+    again, with the same bits as if nothing had happened. That is done a bounded number of times; then, and for an error
+    in the optimizer's step, the original error is raised, with advice as a note.
 
     Works with the `RematCallback` of the Trainer, and adds one with these options where there is none.
 
     Args:
-        retries: how often one step may be repeated.
-        device: "cpu", "cuda:0"; by default what ``Trainer(accelerator=..., devices=...)`` chooses.
+        retries: how often one step may be repeated, 0 or more.
+        device: ``"cpu"``, ``"cuda:0"``, ...; by default what ``Trainer(accelerator=..., devices=...)`` chooses.
         checkpoint_io, precision_plugin, accelerator: see Lightning's `SingleDeviceStrategy`.
-        **options: of `RematCallback`, where the Trainer has none.
+        **options: options of the `RematCallback` that is added where the Trainer has none.
 
     Raises:
-        ConfigError: for options beside a `RematCallback` that has its own, and for several devices.
+        ConfigError: on construction, for ``retries`` or options that cannot be used; by the Trainer, for several
+            devices; in ``setup``, for options beside a `RematCallback` that has its own.
+        BudgetError: on construction, for a budget that cannot be understood.
 
     Example:
         >>> import lightning as L
@@ -62,7 +64,7 @@ class RematStrategy(Recovering, SingleDeviceStrategy):
     # The Trainer hands its devices to strategies that have this attribute.
     @property
     def parallel_devices(self) -> list[torch.device] | None:
-        """The device, once it is known."""
+        """The device in a list, once it is known; ``None`` before."""
         return [self.root_device] if self._given_device else None
 
     @parallel_devices.setter
@@ -82,15 +84,22 @@ class RematStrategy(Recovering, SingleDeviceStrategy):
 
 
 class RematDDPStrategy(Recovering, DDPStrategy):
-    """DDP, in whose processes a training step that runs out of memory is planned again, within less, and repeated.
+    """DDP, in whose processes a training step that runs out of memory is planned within a smaller budget, and repeated.
 
-    As `RematStrategy`. A process that repeats its step does so before any of its gradients is reduced: the others wait in the
-    reduction that they have begun, and none is lost. The tighter budget is that of all processes from their next step on.
+    Works as `RematStrategy`. A process repeats its step before any of its gradients is reduced: the others wait in the
+    reduction that they have begun, and none is lost. All processes take the smaller budget from their next step on.
 
     Args:
-        retries: how often one step may be repeated.
-        options: of `RematCallback`, where the Trainer has none.
-        **ddp: see Lightning's `DDPStrategy`.
+        retries: how often one step may be repeated, 0 or more.
+        options: options of the `RematCallback` that is added where the Trainer has none.
+        **ddp: arguments of Lightning's `DDPStrategy`.
+
+    Raises:
+        ConfigError, BudgetError: as `RematStrategy` does.
+
+    Example:
+        >>> from lightning_remat.strategies import RematDDPStrategy
+        >>> strategy = RematDDPStrategy(retries=2, options={"budget": "8GiB"}, find_unused_parameters=True)
     """
 
     strategy_name = "remat_ddp"

@@ -1,4 +1,4 @@
-"""What undoes a training step: copies of everything at first, then of what steps were seen to change."""
+"""Undoing a training step: by copies of everything at first, then of what steps were seen to change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_remat.callbacks.module_state import Held, Known, ModuleState, nby
 from lightning_remat.exactness import digest, is_out_of_memory, same_bits
 
 SHOWN = 3
-"""Names of tensors that a message has room for."""
+"""Tensors that a message names, at most."""
 
 
 @dataclasses.dataclass
@@ -23,9 +23,9 @@ class _Copied:
     """A tensor that is copied before each step.
 
     Attributes:
-        nbytes: that its copy takes on the device.
-        memory: of the copy.
-        on_host: the copy is in host memory.
+        nbytes: bytes that its copy takes on the device.
+        memory: the tensor that holds the copy; ``None`` before the first one.
+        on_host: whether the copy is kept in host memory.
     """
 
     nbytes: int
@@ -34,17 +34,18 @@ class _Copied:
 
 
 class Undo:
-    """Takes down what a step may change, and learns what that is.
+    """Takes a snapshot before each training step of what the step may change, and learns what that is.
 
-    In the first step all that it may change is copied to host memory. When the step (forward and backward) has ended, before
-    the optimizer, all is compared bit by bit with these copies (a change through ``.data`` leaves no other trace), and from
-    then on only what has changed is copied, on its own device. The same is done once more when the optimizer has changed
-    the parameters: a teacher that begins as a copy of the student does not move before. What changes later for the first time
-    is noticed by its address and version, and copied from then on.
+    In the first step everything that it may change is copied to host memory. When forward and backward have run, before
+    the optimizer's step, everything is compared bit by bit with these copies (a change through ``.data`` leaves no
+    other trace), and from then on only what has changed is copied, on its own device. The same is done once more when
+    the optimizer has changed the parameters: an EMA teacher that begins as a copy of the student does not change before
+    that. What later steps change for the first time is noticed by its address and version counter, and copied from then
+    on.
 
     Args:
-        module: whose step it is.
-        device: where it runs.
+        module: the module of the step.
+        device: the device that the step runs on.
     """
 
     def __init__(self, module: pl.LightningModule, device: torch.device) -> None:
@@ -57,15 +58,17 @@ class Undo:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the copies take on the device between steps; before a step has ended, as if it were all buffers, and on a
-        CPU, whose memory is the host's, all that is copied then.
+        """Bytes that the copies take on the device between steps.
+
+        Before the first step has ended this is an estimate: the bytes of all buffers, or on the CPU, whose memory is
+        the host's, of everything that is copied then.
         """
         if self._unknown:
             return self._unknown_bytes
         return sum(one.nbytes for one in self._copied.values() if not one.on_host)
 
     def begin(self, batch: Any) -> StepState:
-        """Take down what a step on this batch may change."""
+        """Take a snapshot of what a step on this batch may change."""
         if self._unknown:
             self._untrained = self._untrained or Trained(self._module)
         elif self._untrained is not None and self._untrained.has_changed():
@@ -88,7 +91,7 @@ class Undo:
             self._everything = self._unknown = False
 
     def keep_on_host(self) -> None:
-        """Copies that were not begun yet are kept in host memory: the device has no room for them."""
+        """Keep the copies that have no memory yet in host memory: the device has no room for them."""
         for one in self._copied.values():
             one.on_host = one.on_host or one.memory is None
 
@@ -108,7 +111,7 @@ class Undo:
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether what is in host memory takes that of the device."""
+    """Whether the device's memory is the host's."""
     return device.type == "cpu"
 
 
@@ -124,7 +127,7 @@ def _memory(like: torch.Tensor, known: _Copied) -> torch.Tensor:
 
 
 class Trained:
-    """Whether the parameters that are trained are other ones than when this was made."""
+    """Tells whether the values of the trainable parameters have changed since it was made, or last asked."""
 
     def __init__(self, module: pl.LightningModule) -> None:
         trained = (one for one in module.parameters() if one.requires_grad and not nn.parameter.is_lazy(one))
@@ -132,7 +135,7 @@ class Trained:
         self._marks, self._digests = self._now()
 
     def has_changed(self) -> bool:
-        """Looks at their contents only if they were written to."""
+        """Whether they have changed; their contents are compared only if they were written to."""
         if [_mark(one) for one in self._parameters] == self._marks:
             return False
         before, (self._marks, now) = self._digests, self._now()
@@ -144,10 +147,10 @@ class Trained:
 
 
 class StepState(ModuleState):
-    """What undoes one step, and what it has changed so far.
+    """The snapshot that undoes one step, and what the step has changed since.
 
     Attributes:
-        everything: all that the step may change is copied.
+        everything: whether everything that the step may change is copied.
     """
 
     def __init__(self, everything: bool, module: pl.LightningModule, *args: Any, **options: Any) -> None:
@@ -157,35 +160,39 @@ class StepState(ModuleState):
         self._digests: dict[int, torch.Tensor] | None = None
 
     def changed(self) -> list[Held]:
-        """What is not as it was; where not everything is copied, as far as can be told without a look at contents."""
+        """The tensors that have changed; if not everything is copied, as far as addresses and version counters tell."""
         found = self._seen_to_change()
         if self.everything:
             found |= {i for i in self.copied if self.is_moved(i) or not self._has_kept_its_bits(i)}
         return [self.tensors[i] for i in sorted(found)]
 
     def lost(self) -> list[Held]:
-        """What has changed and is not copied."""
+        """The tensors that have changed and are not copied, as far as addresses and version counters tell."""
         return [self.tensors[i] for i in sorted(self._seen_to_change() - self.copied)]
 
     def restore(self) -> None:
-        """Put all of it back. From now on changes of what is not copied are found even if they leave no trace."""
+        """Put everything back. What is not copied is hashed, for `doubtful` to find changes without another trace."""
         super().restore()
         if self._digests is None:
             rest = (i for i in range(len(self.tensors)) if i not in self.copied)
             self._digests = {i: digest(self.tensors[i].tensor) for i in rest}
 
     def doubtful(self) -> list[Held]:
-        """What is not copied, and was changed without a trace by the repeated step: perhaps by the one before it as well."""
+        """Tensors without a copy that the repeated step has changed without a trace: the first run may have, too."""
         seen, digests = self._seen_to_change(), self._digests or {}
         rest = ((i, before) for i, before in digests.items() if i not in seen)
         return [self.tensors[i] for i, before in rest if not torch.equal(digest(self.tensors[i].tensor), before)]
 
     def marks(self) -> list[tuple[int, int]]:
-        """Where every tensor lies now, and how often it was written to."""
+        """Address and version counter of every tensor, as they are now."""
         return [_mark(held.tensor) for held in self.tensors]
 
     def taken_down(self, marks: Sequence[tuple[int, int]]) -> Callable[[], None]:
-        """What is as ``marks`` has it, as it is now: what this returns gives the same to what is otherwise by then."""
+        """Keep the present values of numbers, texts, and the copied tensors that have not changed since ``marks``.
+
+        Returns:
+            A function that gives these values back, where they are others by then.
+        """
         here = {i: on_host(self.tensors[i]) for i in self.copied if _mark(self.tensors[i].tensor) == marks[i]}
         values = self.values()
 
@@ -201,7 +208,7 @@ class StepState(ModuleState):
         return give
 
     def names(self, tensors: Sequence[Held]) -> str:
-        """Some of these, for people."""
+        """The names of some of these tensors, for a message."""
         parts = itertools.chain(self._module.named_parameters(), self._module.named_buffers())
         known = {id(tensor): name for name, tensor in parts}
         words = [
@@ -217,7 +224,7 @@ class StepState(ModuleState):
 
 
 def _mark(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor lies, and how often it was written to, as far as autograd knows."""
+    """A tensor's address, and its version counter: how often it was written to, as far as autograd knows."""
     return tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version
 
 
