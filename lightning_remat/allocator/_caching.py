@@ -5,8 +5,8 @@ What torch's allocator (``c10/cuda/CUDACachingAllocator.cpp``, 2.11 to 2.13) doe
 * sizes are rounded up to 512 bytes; *blocks* of up to 1 MiB come from the *small* pool, others from the *large* one;
 * a *segment* is what is asked of the device: 2 MiB for small blocks, 20 MiB for blocks under 10 MiB, else the size
   rounded up to 2 MiB;
-* the best fit among the free blocks is taken (the smallest, and of these the one at the lowest address), and what it has too
-  much is split off where it is at least 512 bytes (small) or over 1 MiB (large); free neighbours in a segment are merged;
+* the smallest free block that is large enough is taken, of equal ones that at the lowest address, and what it has too
+  much is split off if it is at least 512 bytes (small, or expandable) or over 1 MiB (large); free neighbours merge;
 * where the device has no more, whole free segments are given back to it, and it is asked again;
 * an *expandable* segment has addresses without end, and memory behind them page by page (2 or 20 MiB): it grows at its end,
   and free pages in its middle are given back one by one.
@@ -35,15 +35,15 @@ SHARED_LARGE = 10 * MIB
 
 ROUND_SEGMENT = 2 * MIB
 OVERSIZE = 20 * MIB
-"""A block that is too large to be split may be this much larger than what is asked for."""
+"""Where a limit on splitting is set: how much larger than the request a block that is never split may be."""
 
 _ENDLESS = 1 << 60
 _APART = 1 << 61
-"""Between two segments there is always a gap."""
+"""Addresses between two segments, so that they are never neighbours."""
 
 
 class OutOfDeviceMemoryError(Exception):
-    """The device has no such block, not even after all cached segments were given back."""
+    """The device has no block of the size asked for, not even after all cached segments were given back."""
 
     def __init__(self, asked: int, allocated: int, reserved: int) -> None:
         super().__init__(f"{asked:,} bytes are asked for with {allocated:,} allocated and {reserved:,} reserved")
@@ -55,7 +55,7 @@ class Block:
     """A piece of a segment: in use, free, or (expandable segments) addresses without memory.
 
     Attributes:
-        pool: where it belongs.
+        pool: the pool that it belongs to.
         address: its first byte.
         size: in bytes.
         free: whether it may be given out.
@@ -193,7 +193,7 @@ class CachingAllocator:
                     self._give_back(block)
 
     def reset_peaks(self) -> None:
-        """From now on the peaks are those of what comes."""
+        """Let the peaks begin anew, at what is allocated and reserved now."""
         self.peak_allocated_bytes, self.peak_reserved_bytes = self.allocated_bytes, self.reserved_bytes
 
     # -- finding ------------------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class CachingAllocator:
             return None
         block = pool.free[at][2]
         if self.settings.expandable_segments:
-            # A block that can grow counts with what it can grow to: rather one that cannot.
+            # A block counts with the addresses that it can grow into: one that cannot grow is taken before it.
             while pool.grows(block) and at + 1 < len(pool.free) and _room(pool.free[at + 1][2]) < _room(block):
                 at += 1
                 block = pool.free[at][2]
@@ -301,7 +301,7 @@ class CachingAllocator:
         """Put memory behind the first bytes of unmapped addresses, whole pages.
 
         Returns:
-            The free block that they are now of; ``None`` where the limit does not allow it.
+            The free block that they are part of now; ``None`` where the limit does not allow it.
         """
         pool = block.pool
         size = min(block.size, -(-nbytes // pool.page) * pool.page)
@@ -361,7 +361,7 @@ class CachingAllocator:
             block.pool.put(other)
 
     def _merged(self, block: Block) -> Block:
-        """A block together with its neighbours that are as it is about to be: free, with memory or without."""
+        """A block about to be free, merged with its free neighbours: mapped ones if it is mapped, else unmapped."""
         for other in (block.before, block.after):
             if other is None or not other.free or other.mapped is not block.mapped:
                 continue
@@ -377,7 +377,11 @@ class CachingAllocator:
 
 
 def rounded(nbytes: int, settings: AllocatorSettings = DEFAULTS) -> int:
-    """The size of the block that a request gets, before what is not split off."""
+    """Bytes of the block that a request of ``nbytes`` asks for.
+
+    They are rounded up to a multiple of 512, or to a division (`AllocatorSettings`). The block that it gets may be
+    larger, where what is left over is not split off.
+    """
     count = settings.divisions_of(nbytes)
     if count > 1 and nbytes > BLOCK * count:
         floor = 1 << (nbytes.bit_length() - 1)
@@ -389,7 +393,7 @@ def rounded(nbytes: int, settings: AllocatorSettings = DEFAULTS) -> int:
 
 
 def segment_bytes(size: int) -> int:
-    """What the device is asked for where no cached block fits."""
+    """Bytes of the segment that the device is asked for where no cached block of ``size`` bytes is there."""
     if size <= SMALL:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < SHARED_LARGE else -(-size // ROUND_SEGMENT) * ROUND_SEGMENT
@@ -403,7 +407,7 @@ def _insert_after(block: Block, other: Block) -> None:
 
 
 def _room(block: Block) -> int:
-    """What a free block can be, grown into the addresses behind it."""
+    """Bytes of a free block with the unmapped addresses behind it, into which it can grow."""
     behind = block.after
     return block.size + (behind.size if behind is not None and not behind.mapped else 0)
 

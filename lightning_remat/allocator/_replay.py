@@ -1,4 +1,4 @@
-"""A schedule's requests, run through the allocator for a few training steps: what is reserved, and whether it fits."""
+"""A schedule's requests, run through the allocator's model for a few steps: what is reserved, and whether it fits."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lightning_remat.graph import ComputationGraph, TensorRole
 from lightning_remat.schedule import Allocations, Event, Schedule, allocations
 
 STEPS = 3
-"""Training steps: from the second on there are old gradients and the optimizer's state, and the third is like all others."""
+"""Training steps run: old gradients and optimizer state exist from the second on; the third is like all that follow."""
 
 
 class Arrangement(str, Enum):
-    """How the device's memory is arranged for a run."""
+    """How the device's memory is arranged for a run: by the user's settings as they are, or by one of two changes."""
 
     AS_IT_IS = "as it is"
     EXPANDABLE = "expandable segments"
@@ -41,7 +41,7 @@ class Footprint:
         reserved_bytes: the most that segments take.
         arrangement: of the memory.
         failed_at: the op whose memory could not be had within the limit; "" where all of it could.
-        flushes: how often cached segments had to be given back in the last step, which waits for the device.
+        flushes: how often cached segments had to be given back in the last step; each time the device is waited for.
     """
 
     allocated_bytes: int
@@ -75,9 +75,10 @@ class Holdings:
 
     Attributes:
         settings: of the allocator, as the user has them.
-        segments: what the allocator holds when the first step begins: parameters, buffers and the first batch among it. Without
-            them these are allocated anew, one after the other.
-        state_bytes: of the graph's resident bytes, those that come after the first step (the optimizer's state).
+        segments: what the allocator holds when the first step begins, with parameters, buffers and the first batch in
+            it. Without segments, these are allocated anew, one after the other.
+        state_bytes: those of the graph's resident bytes that are allocated after the first step (the optimizer's
+            state).
     """
 
     settings: AllocatorSettings = DEFAULTS
@@ -86,11 +87,11 @@ class Holdings:
 
 
 NOTHING = Holdings()
-"""Beside the graph: default settings, and no optimizer."""
+"""Default settings, and nothing on the device beside the graph, not even an optimizer's state."""
 
 
 WORTH_IT = 0.01
-"""Of the reserved bytes, what another arrangement must save to be taken where memory can stay as it is."""
+"""What another arrangement must save over the first one to be taken instead, as a share of the reserved bytes."""
 
 
 def best_footprint(
@@ -102,15 +103,18 @@ def best_footprint(
 ) -> Footprint:
     """The footprint in the arrangement that serves best.
 
-    That is one in which the steps fit, rather one that gives nothing back in every step, and of these the one that reserves
-    least; the first that is named stays unless another saves more than `WORTH_IT`.
+    In this order: the steps fit; no cached segment is given back in the last step; the fewest bytes are reserved. Where
+    the first two do not decide, the first arrangement that is named stays unless another saves more than `WORTH_IT`.
 
     Args:
         graph: with what lies around it.
         schedule: a verified one.
         limit_bytes: the most that may be reserved; ``None`` for no limit.
         holdings: what lies on the device.
-        arrangements: those that may be chosen.
+        arrangements: those that may be chosen, one at least.
+
+    Raises:
+        ScheduleError: as `footprint`.
     """
     return _best([footprint(graph, schedule, limit_bytes, holdings, arrangement) for arrangement in arrangements])
 
@@ -130,9 +134,16 @@ def footprint(
 ) -> Footprint:
     """Run `STEPS` training steps of a schedule through the model of the allocator, in Lightning's order.
 
-    Parameters and buffers are held from the beginning; each step has a batch of its own; the old gradients live through the
-    forward; the optimizer's state comes after the first step. What is only known as a number of bytes is taken to lie in blocks
-    like the parameters'.
+    Parameters and buffers are held from the beginning; each step has a batch of its own; the old gradients live through
+    the forward; the optimizer's state comes after the first step. What is only known as a number of bytes is taken to
+    lie in blocks of the sizes of the parameters' and buffers'.
+
+    Args:
+        graph: with what lies around it.
+        schedule: a verified one.
+        limit_bytes: the most that may be reserved; ``None`` for no limit.
+        holdings: what lies on the device.
+        arrangement: of the device's memory.
 
     Raises:
         ScheduleError: when a step needs a tensor that is not present.
@@ -154,7 +165,10 @@ def footprint_together(
         resident_bytes: what is held all through the step beside the first graph's inputs, gradients excepted.
         limit_bytes: the most that may be reserved; ``None`` for no limit.
         holdings: what lies on the device.
-        arrangements: those that may be chosen.
+        arrangements: those that may be chosen, by the rules of `best_footprint`.
+
+    Raises:
+        ScheduleError: as `footprint`.
     """
     forward: list[Event] = []
     backward: list[Event] = []
@@ -202,7 +216,7 @@ class _Run:
     """Training steps on an allocator.
 
     Attributes:
-        at: the op that runs.
+        at: the op that runs, or in words what is allocated outside of the graph.
     """
 
     def __init__(self, graph: ComputationGraph, allocator: CachingAllocator, holdings: Holdings) -> None:
@@ -218,7 +232,7 @@ class _Run:
         self._gradients: list[Block | None] = []
 
     def begin(self) -> None:
-        """What is there before the first step."""
+        """Allocate what is there before the first step."""
         self.at = "parameters and buffers"
         if not self.holdings.segments:
             others = max(0, self.graph.resident_bytes - self.holdings.state_bytes)
@@ -226,7 +240,7 @@ class _Run:
                 self.allocator.allocate(nbytes)
 
     def arena_bytes(self, limit_bytes: int | None) -> int:
-        """All that the limit leaves, in one piece; nothing without a limit."""
+        """Bytes of one block that takes all that the limit leaves; 0 without a limit."""
         return max(0, (limit_bytes or 0) - self.allocator.reserved_bytes) // ROUND_SEGMENT * ROUND_SEGMENT
 
     def step(self, forward: Sequence[Event], backward: Sequence[Event], gradients: Sequence[int], first: bool) -> None:
@@ -264,7 +278,7 @@ class _Run:
 
 
 def in_blocks_like(sizes: Sequence[int], total: int) -> list[int]:
-    """``total`` bytes in blocks of these sizes, over and over; what is left is one block."""
+    """Sizes of blocks that add up to ``total`` bytes: the given ones, over and over, and one block for what is left."""
     found: list[int] = []
     own = [size for size in sizes if size > 0]
     whole = sum(own)

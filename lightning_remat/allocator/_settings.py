@@ -10,7 +10,7 @@ from lightning_remat.errors import ConfigError
 MIB = 1024**2
 
 POWERS = 16
-"""Sizes from 1 MiB to 64 GiB have divisions of their own, by power of two; smaller and larger ones those of the ends."""
+"""Powers of two from 1 MiB on, to 64 GiB, each with divisions of its own; other sizes have those of the ends."""
 
 _LIST = re.compile(r"\[([^\]]*)\]")
 
@@ -22,8 +22,8 @@ class AllocatorSettings:
     Attributes:
         expandable_segments: segments grow page by page, and their pages are given back one by one.
         max_split_bytes: blocks of this size and over are never split; ``None`` for no such limit.
-        divisions: sizes are rounded up to a division of the interval between two powers of two: how many there are, from
-            1 MiB up to 64 GiB by power; ``()`` rounds to 512 bytes only.
+        divisions: into how many equal parts the interval from each power of two to the next is divided, from 1 MiB up
+            to 64 GiB; sizes are rounded up to a part's end. ``()`` rounds to 512 bytes only.
     """
 
     expandable_segments: bool = False
@@ -76,7 +76,7 @@ def _flag(value: str) -> bool:
 
 
 def _divisions(text: str) -> tuple[int, ...]:
-    """``"4"``, or ``"256:1,512:2,>:4"`` with sizes in MiB; a size's divisions hold up to the next one that is named."""
+    """``"4"``, or ``"256:1,512:2,>:4"`` with sizes in MiB: a count holds from the size named before up to its own."""
     if ":" not in text:
         return (int(text),) * POWERS
     named = [part.strip().split(":") for part in text.split(",")]

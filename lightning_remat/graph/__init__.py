@@ -1,4 +1,8 @@
-"""The problem: operations, tensors and their storages, with sizes and costs. No torch here."""
+"""The problem: operations, tensors and their storages, with sizes and costs. No torch here.
+
+* ``_op``: ops and tensors, and their phases and roles.
+* ``_graph``: the computation graph of one training step, the rules that it keeps, and its JSON files.
+"""
 
 from lightning_remat.graph._graph import ComputationGraph
 from lightning_remat.graph._op import Op, Phase, Tensor, TensorRole

@@ -2,7 +2,7 @@
 
 A graph lists **ops** in their captured (topological) order. An op reads and writes **tensors**; a tensor lies on a
 **storage**, which is what takes memory. Several tensors may share one storage: a view lies on its base's storage, an
-in-place result on its operand's, an aliased output on the tensor that it aliases.
+in-place result on its operand's, an aliased output on that of the tensor that it aliases.
 
 Memory that the schedule cannot change is told apart by when it is held:
 
@@ -37,19 +37,20 @@ class ComputationGraph:
     Attributes:
         ops: in a topological order, forward and loss ops before backward ops: the order that runs unscheduled.
         tensors: see `Tensor`.
-        storages: bytes of each storage.
+        storages: bytes of each storage, whole numbers.
         inputs: tensors that exist before the step and are held throughout it, tangents excepted (see `TensorRole`).
-        forward_outputs: handed to the caller when the forward ends, who keeps them (the loss, logits).
-        forward_transient: also needed when the forward ends, but given up at once (new values of mutated buffers).
-        backward_outputs: present when the step ends (gradients).
-        resident_bytes: held all through the step outside the graph.
-        forward_resident_bytes: held outside the graph until the backward begins.
+        forward_outputs: tensors that the caller is handed when the forward ends, and keeps (the loss, logits).
+        forward_transient: tensors also needed when the forward ends, but freed at once (new values of mutated buffers).
+        backward_outputs: tensors that must be present when the step ends (gradients).
+        resident_bytes: bytes held all through the step outside the graph.
+        forward_resident_bytes: bytes held outside the graph until the backward begins.
         name: what was captured, for people.
-        device: where the costs hold, such as ``"cpu"``.
+        device: the device that the costs hold for, such as ``"cpu"``.
 
     Raises:
-        GraphError: on construction, when the ops are not in a topological order, an index is out of range, a size or
-            time is negative, a name occurs twice, or a tensor has two producers or none.
+        GraphError: on construction, when the ops are not in a topological order with the backward last, an index is out
+            of range, a size or time is negative, a name occurs twice, a tensor has two producers or none, or an op
+            writes, mutates or overwrites a storage that it may not.
     """
 
     ops: tuple[Op, ...]
@@ -107,22 +108,22 @@ class ComputationGraph:
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """Bytes of the backward outputs' storages that are not inputs' own."""
+        """Bytes of the storages that the backward outputs lie on, those of inputs left out."""
         found = {self.tensors[t].storage for t in self.backward_outputs}
         return sum(self.storages[s] for s in found - self.input_storages)
 
     @property
     def floor_bytes(self) -> int:
-        """Resident whatever the schedule: inputs, what lies outside the graph, and the gradients.
+        """Bytes resident whatever the schedule: inputs, what lies outside the graph, and the gradients.
 
-        Old gradients that only live through the forward have the new ones' room, so the larger of the two counts.
+        Old gradients (`forward_resident_bytes`) are freed before the new ones exist, so the larger of the two counts.
         """
         gradients = max(self.gradient_bytes, self.forward_resident_bytes)
         return self.input_bytes + self.resident_bytes + gradients
 
     @cached_property
     def is_view(self) -> tuple[bool, ...]:
-        """Whether each op allocates nothing: every output lies on a storage of one of its inputs and none is mutated."""
+        """Whether each op is a view: all outputs lie on its inputs' storages, and it is neither mutating nor random."""
         flags = []
         for op in self.ops:
             read = {self.tensors[t].storage for t in op.inputs}
@@ -137,7 +138,7 @@ class ComputationGraph:
 
     @property
     def seconds(self) -> float:
-        """Time of evaluating every op once."""
+        """Time of evaluating every op once, in seconds."""
         return sum(op.seconds for op in self.ops)
 
     def replace(self, **changes: Any) -> ComputationGraph:

@@ -15,14 +15,14 @@ class Phase(str, Enum):
 
 
 class TensorRole(str, Enum):
-    """Why a tensor exists before any op has run, or what the caller does with it afterwards."""
+    """Where a tensor comes from: an op (intermediate), or the caller, as one of the kinds below."""
 
     INTERMEDIATE = "intermediate"
     PARAMETER = "parameter"
     BUFFER = "buffer"
     BATCH = "batch"
     TANGENT = "tangent"
-    """Handed in by the caller when the backward begins, and freed after its last use there."""
+    """Gradient of a forward output: the caller hands it in when the backward begins; freed after its last use there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +55,12 @@ class Op:
         outputs: tensor indices produced, in the op's own output order.
         phase: see `Phase`.
         seconds: time of one evaluation.
-        workspace_bytes: held during the evaluation only, beside inputs and outputs.
-        random: draws random numbers, or may have an effect of another kind; first evaluations keep the captured order, later
-            ones replay the numbers.
-        recomputable: may be evaluated more than once.
+        workspace_bytes: bytes held during the evaluation only, beside inputs and outputs.
+        random: whether it draws random numbers, or may have another side effect: first evaluations keep the captured
+            order, later ones replay the numbers.
+        recomputable: whether it may be evaluated more than once.
         mutates: tensor indices (among ``inputs``) whose storage is overwritten in place.
-        overwritable: tensor indices (among ``inputs``) whose storage the first result may take when nothing needs them
+        overwritable: tensor indices (among ``inputs``) whose storage the first output may take where nothing needs them
             any more.
         module: the user's module path, such as ``"transformer.h.3.mlp"`` ("" where it is unknown).
     """

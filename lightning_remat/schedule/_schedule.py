@@ -1,11 +1,12 @@
 """A schedule: the order in which ops are evaluated and tensors are given up.
 
-A `Compute` step evaluates an op; all of its inputs must be present. Its outputs become present. Where an output is present
-already (an op with several outputs, evaluated again for one of them), the present one stays and the new one is given up as
-soon as the op is done. With ``over``, the result takes the storage of that input, and every tensor on it is gone; the op must
-allow it, and the caller must not hold the input (nor must it come from the other side of the boundary: what the forward has
-saved may be asked for twice). A `Free` step gives a tensor up; its storage is released with the last tensor that lies on it.
-``boundary`` steps run before the loss is handed to the caller, the others when the caller starts the backward.
+A `Compute` step evaluates an op; all of its inputs must be present. Its outputs become present. Where an output is
+present already (an op with several outputs, evaluated again for one of them), the present one stays and the new one is
+freed as soon as the op is done. With ``over``, the result takes the storage of that input, and every tensor on it is
+gone. The op must allow that, the caller must not hold the input, and the input must have been made on the same side of
+the boundary, since the caller may run the backward again on what the forward has saved. A `Free` step gives a tensor
+up; its storage is released with the last tensor that lies on it. ``boundary`` steps run before the loss is handed to
+the caller, the others when the caller starts the backward.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The memory timeline of a schedule, step by step, by storage."""
+"""What a schedule holds and asks for, step by step: its memory timeline, and its requests to an allocator."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Timeline:
     Attributes:
         during: bytes held while each step runs (workspace and outputs of a running op included), one a step.
         after: bytes held when each step is done.
-        seconds_after: time passed when each step is done.
+        seconds_after: seconds passed when each step is done.
         peak_bytes: the largest of ``during`` while an op runs; what is resident at the start when none does.
         peak_step: index of the first step at which the peak occurs (-1 when no op runs).
-        peak_op: name of the op computed there ("" for a step that computes none).
+        peak_op: name of the op computed there ("" when no op runs).
         peak_module: that op's module path.
         seconds: time of all evaluations.
-        saved_bytes: what the forward leaves behind for the backward, beyond inputs and what is resident.
+        saved_bytes: bytes held when the forward ends, its outputs included, beyond inputs and what is resident.
     """
 
     during: npt.NDArray[np.int64]
@@ -87,10 +87,10 @@ def simulate(graph: ComputationGraph, schedule: Schedule) -> Timeline:
 
 
 class Event(NamedTuple):
-    """A block of memory is allocated, or freed.
+    """One request to an allocator: a block of memory is allocated, or freed.
 
     Attributes:
-        block: which one; numbers are not used again.
+        block: number of the block; numbers are not used again.
         nbytes: its size; 0 where it is freed.
         op: name of the op that runs, "" between two.
     """
@@ -104,8 +104,8 @@ class Allocations(NamedTuple):
     """What a schedule allocates and frees, in order. Inputs, and what is resident, are not among it.
 
     Attributes:
-        forward: until the loss is handed to the caller.
-        backward: from there on; it begins with the gradient of the loss.
+        forward: events until the loss is handed to the caller.
+        backward: events from there on; they begin with the gradient of the loss.
         gradients: the blocks in which the backward outputs lie at the end. Others that were not freed are the caller's.
     """
 
@@ -141,7 +141,10 @@ def allocations(graph: ComputationGraph, schedule: Schedule) -> Allocations:
 
 
 class _Memory:
-    """Present tensors, the storage instances they lie on, the bytes held, and what was asked of an allocator for them."""
+    """Present tensors, the storage instances they lie on, the bytes held, and what was asked of an allocator for them.
+
+    A storage that is computed again lies in a new instance, beside or after the one before.
+    """
 
     def __init__(self, graph: ComputationGraph) -> None:
         self.graph = graph

@@ -1,6 +1,6 @@
 """The independent check of a schedule: it shares no code with the solvers, nor with the simulator.
 
-Rules, in the order in which they are checked at each step:
+The rules:
 
 1. an op runs only when all of its inputs are present; tangents exist in the backward only;
 2. a tensor is freed only while it is present, and never one that the caller holds (an input);
@@ -9,7 +9,7 @@ Rules, in the order in which they are checked at each step:
 5. an op that mutates a tensor runs exactly once, in the captured order among those that mutate;
 6. once a storage has been mutated, no op that read it before the mutation in the captured order runs again;
 7. when the forward ends, all of its outputs are present and every random or mutating op of the forward has run;
-8. when the step ends, all gradients are present;
+8. when the step ends, all gradients are present and every random or mutating op has run;
 9. an op overwrites only what it declares, that the caller does not hold and that was made on this side of the boundary;
    every tensor there is gone afterwards;
 10. at no moment is more memory held than the budget.
@@ -34,7 +34,7 @@ def verify(graph: ComputationGraph, schedule: Schedule, budget_bytes: int | None
         The peak in bytes, as found here.
 
     Raises:
-        ScheduleError: naming the first broken rule, the step and the op.
+        ScheduleError: for the first rule that is broken; the message names the step and the op.
     """
     names = [tensor.name for tensor in graph.tensors]
     owned = {t for t in graph.inputs if graph.tensors[t].role is not TensorRole.TANGENT}

@@ -2,19 +2,23 @@
 
 ``solve(graph, budget_bytes, method=...)`` runs any of them; ``available()`` lists them.
 
-A folder a paper, or a question:
+A folder for each paper, none of which imports another's:
 
 * ``checkmate``: Jain et al. 2020, integer programs and their rounding.
 * ``chen_griewank``: Chen et al. 2016, and Griewank and Walther 2000, checkpoints on a chain.
 * ``kumar``: Kumar et al. 2019, tree and path decompositions.
 * ``kusumoto``: Kusumoto et al. 2019, lower sets.
-* ``hiremate``: Gusak et al. 2025, blocks of blocks; with Rotor, H-ILP and Rockmate's Checkmate.
+* ``hiremate``: Gusak et al. 2025, a hierarchy of blocks; with Rotor, H-ILP and Rockmate's Checkmate.
 * ``moccasin``: Bartan et al. 2023, retention intervals.
-* ``xla``: the greedy of the XLA compiler.
-* ``bounds``: how long any schedule within a budget takes at least.
-* ``heuristics``: schedules that are quickly found, and improved.
+* ``xla``: the greedy of the XLA compiler, as Kumar et al. 2019 describe it.
+
+Three of this project's own:
+
+* ``bounds``: lower bounds on the time of any schedule within a budget.
+* ``heuristics``: schedules that are quickly found, and improved by local search.
 * ``portfolio``: the cheapest schedule, the smallest peak, the whole trade-off, the largest batch size, by several methods.
-* ``common``: what several of them use. Papers' folders do not import one another.
+
+And ``common``: the problem, the registry of methods, and what several folders use.
 """
 
 from lightning_remat.solvers.bounds import _binding_moments, _minimum_cut  # importing a module registers its methods

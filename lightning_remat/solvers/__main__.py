@@ -1,9 +1,11 @@
 """``python -m lightning_remat.solvers <task.json>``: search for ever cheaper schedules of a graph, and write each one down.
 
-What runs beside a training (`lightning_remat.planner`). Nothing of the training's own code is imported here, nor torch. The
-task is a JSON object: ``graph`` (a file), ``better`` (the file to write), ``budget_bytes``, ``method``, ``options``,
-``time_limit`` in seconds, and ``seconds`` of the schedule that is known already. Only cheaper ones are written, each file in
-one step. It ends when the time is over or nothing is left to gain, and when its standard input is closed: with who started it.
+The process that runs beside a training (`lightning_remat.runtime` starts it). It imports neither the training's own
+code nor torch. The task is a JSON object: ``graph`` (a file), ``better`` (the file to write), ``budget_bytes``,
+``method``, ``options``, ``time_limit`` in seconds, and ``seconds``, the time of a step under the schedule that is known
+already. Only cheaper schedules are written, each replacing the file in one step. The process ends when the time is
+over, when nothing is left to gain, or when its standard input is closed, as happens when the process that started it
+ends.
 """
 
 from __future__ import annotations
@@ -27,10 +29,10 @@ from lightning_remat.solvers.common._registry import options_of, run_algorithm, 
 from lightning_remat.solvers.heuristics._large_neighbourhood_search import improve
 
 WORTH_WRITING = 1e-3
-"""Share of the step's time that a schedule must save over the one before: exchanging it takes a moment too."""
+"""Share of the step's time that a schedule must save over the one before: exchanging schedules takes time too."""
 
 ROUND_SECONDS = 5.0
-"""Seconds of one round of improvements, each from other random numbers."""
+"""Seconds of one round of improvements; each round has random numbers of its own."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -69,10 +71,10 @@ def search(
     Args:
         graph: the problem.
         budget_bytes: the most that may be held at any moment.
-        method: one of `available()`; what ``"auto"`` finds is improved further.
+        method: one of `available()`; only what ``"auto"`` finds is improved further.
         options: the method's own options.
         time_limit: seconds in all.
-        seconds: of the schedule that is known already.
+        seconds: time of a step under the schedule that is known already.
         better: the file to write to.
     """
     started = time.monotonic()

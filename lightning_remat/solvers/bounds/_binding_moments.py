@@ -1,13 +1,15 @@
 """The method "moments", and the strongest bound for any order: what is held at the moments that bind.
 
-The crossing between forward and backward (`_minimum_cut`) is one of the moments at which the budget binds. With long skip
-connections others do as well: those of large working sets early in the backward, beside what is kept for later. They differ
-from graph to graph, so likely ones are tried alone in the program of `_linear_program`, and taken together where that raises
-the bound (`choose`). A few large values add up to a budget in few ways only, which a linear program, holding shares of them,
-does not see: `branch` closes that part of the gap where the program is small enough.
+The crossing between forward and backward (`_minimum_cut`) is one of the moments at which the budget binds. With long
+skip connections it binds at others as well: where an op early in the backward has a large working set beside what is
+kept for later. They differ from graph to graph, so likely ones are tried alone in the program of `_linear_program`, and
+taken together where that raises the bound (`choose`). A few large values add up to a budget in few ways only. A linear
+program does not see that, as it may hold shares of them: `branch` closes this part of the gap where the program is
+small enough.
 
-What such a program holds at the crossing leaves room for what follows. Schedules are made from it for several budgets, as
-"crossing" makes them for several amounts of bytes; those that still hold too much are lowered (`lower_peak`).
+What such a program holds at the crossing leaves room for the moments that follow. Schedules are made from it for
+several budgets, as "crossing" makes them for several amounts of bytes; those that still hold too much are lowered
+(`lower_peak`).
 """
 
 from __future__ import annotations
@@ -29,20 +31,20 @@ GAIN = 5e-4
 """Share by which a moment must raise the bound to be taken."""
 
 MOST = 4
-"""Moments taken together, beside the crossing: with each, the program grows by another step."""
+"""The most moments taken together, beside the crossing: with each, the program grows by another copy of the step."""
 
 ATTEMPTS = 24
-"""Moments that are tried alone."""
+"""The most moments that are tried alone."""
 
 LOWEST = 0.7
-"""Share of the budget, beside what is held all through the step, down to which what is held at the crossing is asked for."""
+"""The smallest budget that the program is asked for, as a share of the budget, both less `base_bytes`."""
 
 
 def likely(problem: PlainProblem, budget_bytes: int) -> list[int]:
-    """Nodes whose moment may bind, the likeliest first.
+    """Nodes at whose evaluation the budget may bind, the likeliest first.
 
-    There the step without rematerialization holds much, and the node's own working set, which never gets smaller, is much of
-    it: the sum of both is over the budget, and larger than before and after.
+    What the step without rematerialization holds there and the node's own working set, which no schedule avoids, are
+    large: their sum is over the budget, and larger than at the nodes before and after.
     """
     sequence = once(problem)
     early = needed_at_the_boundary(problem)
@@ -66,7 +68,7 @@ def solve_program(
     whole: bool = False,
     solver: str = "CBC",
 ) -> float:
-    """`MomentsProgram.bound` for some moments; 0 where nothing was proven."""
+    """`MomentsProgram.bound` in seconds for the moments of some nodes; 0 where nothing was proven."""
     with contextlib.closing(MomentsProgram(problem, nodes, solver)) as program:
         return program.bound(budget_bytes, deadline - clock(), whole) or 0.0
 
@@ -74,13 +76,16 @@ def solve_program(
 def choose(
     problem: PlainProblem, budget_bytes: int, deadline: float, solver: str = "CBC"
 ) -> tuple[list[list[int]], float]:
-    """Moments to take together, none first and then one more each time, and the bound by the last of them.
+    """Choices of moments to take together, with one more each, and the best bound that they give.
 
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
-        deadline: `clock` at which to stop: two thirds of the time are for moments alone.
+        deadline: `clock` at which to stop; two thirds of the time are for moments tried alone.
         solver: python-mip's name of the solver.
+
+    Returns:
+        Lists of nodes, the first one empty (the crossing alone), and a lower bound in seconds.
     """
     until = deadline - (deadline - clock()) / 3
     best = crossing = solve_program(problem, (), budget_bytes, deadline, solver=solver)
@@ -106,7 +111,7 @@ def choose(
 def branch(
     problem: PlainProblem, chosen: Sequence[Sequence[int]], budget_bytes: int, deadline: float, solver: str = "CBC"
 ) -> float:
-    """The largest bound of some choices of moments with each value held or not; fewer moments prove less, but sooner."""
+    """The largest bound, by branch and bound, of some choices of moments: fewer moments prove less, but sooner."""
     best = 0.0
     for index, nodes in enumerate(chosen):
         now = clock()
@@ -117,7 +122,7 @@ def branch(
 
 
 def bound(problem: PlainProblem, budget_bytes: int, deadline: float, solver: str = "CBC") -> float:
-    """Seconds that any schedule takes at least which is within a budget and runs the backward after the forward; 0: none known.
+    """A lower bound, in seconds, on schedules within a budget that run the backward after the forward; 0: none known.
 
     Args:
         problem: the problem.
@@ -138,7 +143,17 @@ def schedules(
     deadline: float,
     solver: str = "CBC",
 ) -> list[NodeSequence]:
-    """Schedules that keep what the program holds at the crossing for budgets from the given one down, ``most`` or so."""
+    """Schedules within a budget that keep what the program holds at the crossing for this budget and tighter ones.
+
+    Args:
+        problem: the problem.
+        nodes: the program's moments.
+        budget_bytes: the most that may be held at any moment.
+        amounts: number of budgets, down to the share `LOWEST`.
+        most: how many schedules are enough.
+        deadline: `clock` at which to stop.
+        solver: python-mip's name of the solver.
+    """
     found: list[NodeSequence] = []
     seen: set[frozenset[int]] = set()
     with contextlib.closing(MomentsProgram(problem, nodes, solver)) as program:
@@ -175,10 +190,11 @@ def moments(
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
         deadline: `clock` at which to stop.
-        seconds: for the choice of moments.
-        branching_seconds: for a larger bound at the end, where the schedule is not near it.
-        amounts: how many budgets, from the given one down, the program is asked for.
-        attempts: how many schedules are filled up, of twice as many.
+        seconds: how long moments are chosen.
+        branching_seconds: how long a branch and bound may raise the bound at the end, where the schedule is not near
+            it.
+        amounts: for how many budgets, from the given one down, the program is asked.
+        attempts: how many schedules `keep_longer` is run on, the cheapest of twice as many.
         solver: python-mip's name of the solver.
     """
     if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:

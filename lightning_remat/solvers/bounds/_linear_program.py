@@ -1,22 +1,23 @@
 """What is held at a few moments of a step, as a linear program: a bound on its time for any order of evaluation.
 
-Every schedule that runs the backward after the forward passes certain moments in a given order: the one between the two, the
-crossing, and the first evaluations of nodes x_1, x_2, ... that are each an ancestor of the next, on either side of it (before
-it, of nodes that what the forward hands out depends on). They cut the step into phases. A span is one phase, or all of them
-after a moment. Let r_ns say that node n runs in the span s, and h_vi that value v is held at the moment i. Then
+Every schedule that runs the backward after the forward passes certain moments in a given order: the crossing between
+the two, and the first evaluations of nodes x_1, x_2, ... that are each an ancestor of the next on their side of the
+crossing (before it, only nodes that what the forward hands out depends on). They cut the step into phases. A span is
+one phase, or all of them after a moment. Let r_ns say that node n runs in the span s, and h_vi that value v is held at
+the moment i. Then
 
     minimize    sum of seconds_n r_ns over the phases s
     subject to  r_ns <= sum of r_np over the phases p of a span s, and r_ns = 1 where n must run in s  (x_i in phase i, which it
                 ends, its ancestors by then), r_ns = 0 where what n depends on has not run yet
                 r_ms + h_vi >= r_ns          for the values v that n reads, written by m, and the moment i before s
-                r_ms + h_vi >= h_vj          for the same, and the moment j after s
-                sum of bytes_v h_vi <= budget - what x_i itself and what is there in any case take
+                r_ms + h_vi >= h_vj          for all values v, written by m, and the moments i before and j after s
+                sum of bytes_v h_vi <= budget - what x_i's working set and what is held in any case take
 
-has no more seconds than any schedule within the budget, whatever it repeats: let r and h say what that one does, as 0 or 1.
-What it reads in a span it has computed there or held into it, so has what it holds at the end of one, and while x_i runs it
-holds x_i's working set beside what it holds for later. So the optimum is a bound, so is that of the linear program, and so is
-what a branch and bound has proven when it is stopped. With no moment but the crossing this is `_minimum_cut`'s program; which
-others to take is decided in `_binding_moments`.
+has no more seconds than any schedule within the budget, whatever it repeats: let r and h say what that schedule does,
+as 0 or 1. What it reads in a span, or holds at the span's end, it has computed there or held into it; and while x_i
+runs it holds x_i's working set beside what it holds for later. So the optimum of the integer program is a lower bound,
+so is that of its relaxation, and so is what a branch and bound has proven when it is stopped. With no moment but the
+crossing this is `_minimum_cut`'s program; which others to take is decided in `_binding_moments`.
 """
 
 from __future__ import annotations
@@ -33,21 +34,21 @@ from lightning_remat.solvers.common._problem import PlainProblem
 from lightning_remat.solvers.common._prune import required
 
 TOLERANCE = 1e-6
-"""Share of the step's time that a program's value may be too high by: CBC's own tolerance, for nodes of mean cost."""
+"""Share of the step's time by which a program's value may be too high: CBC's own tolerance, for nodes of mean cost."""
 
 CROSSING = -1
-"""Stands for the crossing where a moment is told by its node."""
+"""Stands for the crossing in a list of moments, where the others are given by their nodes."""
 
 Term: TypeAlias = "mip.Var | float"
 
 Span = tuple[int, int]
-"""The moments before and after: -1 is before all, and their number after all."""
+"""Indices of the moments before and after: -1 for the beginning of the step, the number of moments for its end."""
 
 _STOPPED = (mip.OptimizationStatus.OPTIMAL, mip.OptimizationStatus.FEASIBLE, mip.OptimizationStatus.NO_SOLUTION_FOUND)
 
 
 class MomentsProgram:
-    """The program of the module's docstring, for any budget.
+    """The program of the module's docstring for given moments, which is solved for any budget.
 
     Args:
         problem: the problem.
@@ -58,7 +59,10 @@ class MomentsProgram:
     Attributes:
         moments: nodes, with `CROSSING` among them.
         crossing: its index there.
-        once_seconds: time of a step without rematerialization.
+        once_seconds: seconds of a step without rematerialization.
+
+    Raises:
+        SolverError: when python-mip has no such solver here; perhaps not before the first `bound`.
     """
 
     def __init__(self, problem: PlainProblem, moments: Sequence[int] = (), solver: str = "CBC") -> None:
@@ -99,7 +103,7 @@ class MomentsProgram:
     # -- variables ----------------------------------------------------------------------------------------------------------
 
     def _find_phases(self) -> None:
-        """By node, the phase before which it cannot run, the one by which it has run, and the last; by value, its last use."""
+        """By node, its first phase, the one by which it must have run, and its last; by value, that of its last use."""
         problem, end = self.problem, len(self.moments)
         early = needed_at_the_boundary(problem)
         self._first = {node: 0 if node < problem.boundary else self.crossing + 1 for node in self.nodes}
@@ -155,12 +159,12 @@ class MomentsProgram:
     # -- constraints --------------------------------------------------------------------------------------------------------
 
     def _require(self, terms: Sequence[Term], least: Term) -> None:
-        """The sum of the terms is ``least`` at least, which is 1 at most."""
+        """The sum of the terms is at least ``least``, which is at most 1: no row is needed where a term is 1."""
         if 1.0 not in [term for term in terms if not isinstance(term, mip.Var)]:
             self.model.add_constr(mip.xsum(terms) - least >= 0)
 
     def _add_dependencies(self, span: Span) -> None:
-        """What is read in a span, and what is held or handed out at its end, is computed in it or held into it."""
+        """What is read in a span, and what is held or handed out at its end, was computed in it or held into it."""
         problem, (_, end) = self.problem, span
         for node in self.nodes:
             if (node, span) in self._runs:
@@ -180,7 +184,7 @@ class MomentsProgram:
             self._require([term for term in terms if term is not None], least)
 
     def fixed_bytes(self, moment: int) -> int:
-        """Bytes at a moment that are there in any case, beside forward outputs."""
+        """Bytes that any schedule holds at a moment, forward outputs left out."""
         problem, node = self.problem, self.moments[moment]
         if node == CROSSING:
             later = {n for n in self.nodes if n >= problem.boundary}
@@ -196,12 +200,12 @@ class MomentsProgram:
         return {v for v in self.problem.tangents if not readers.isdisjoint(self.problem.consumers[v])}
 
     def _own(self, node: int) -> set[int]:
-        """Values there while a node runs; the one whose memory its result may take counts where it is held beyond."""
+        """A node's reads and writes; a single value whose memory its result may take counts only if held on."""
         over = self.problem.overwrites[node] if self.problem.overwrites else ()
         return {*self.problem.reads[node], *self.problem.writes[node]}.difference(over if len(over) == 1 else ())
 
     def _add_limit(self, moment: int) -> tuple[int, mip.Constr | None]:
-        """Bytes that are there in any case, and the constraint on those that the program decides on, if any."""
+        """Bytes that any schedule holds at a moment, and the constraint on those that are decided on, if any are."""
         node = self.moments[moment]
         own = set() if node == CROSSING else self._own(node)
         there = self.fixed_bytes(moment)
@@ -217,12 +221,13 @@ class MomentsProgram:
     # -- solving ------------------------------------------------------------------------------------------------------------
 
     def bound(self, budget_bytes: float, seconds: float = 60.0, whole: bool = False) -> float | None:
-        """No schedule within a budget takes less time.
+        """A lower bound on the time of any schedule within a budget that runs the backward after the forward.
 
         Args:
             budget_bytes: the most that may be held at any moment.
-            seconds: how long it may take.
-            whole: whether a value is held or not, instead of a share of it: a larger bound, by branching.
+            seconds: how long solving may take.
+            whole: whether values are held whole or not at all, instead of a share of them: a larger bound, by
+                branching.
 
         Returns:
             Seconds; ``None`` where nothing was proven, or nothing fits.
@@ -249,7 +254,7 @@ class MomentsProgram:
         return self._given_seconds + value * self._unit - slack
 
     def held_at(self, moment: int, share: float = 0.5) -> frozenset[int]:
-        """Values held at a moment by at least ``share`` in the solution at hand."""
+        """Values of which at least ``share`` is held at a moment in the last solution."""
         return frozenset(
             v
             for (v, when), held in self._held.items()

@@ -1,7 +1,7 @@
 """The method "crossing": what is held at the one moment between forward and backward, by a linear program.
 
-Every schedule passes from the forward to the backward at some moment, and what it holds then fits the budget. Let k_v say that
-value v is held there, f_n that node n runs in the forward and b_n that it runs in the backward. Then
+Every schedule passes from the forward to the backward at some moment, and what it holds there fits the budget. Let k_v
+say that value v is held there, f_n that node n runs in the forward and b_n that it runs in the backward. Then
 
     minimize    sum of seconds_n (f_n + b_n)
     subject to  k_v <= f_n                           for the values v that n writes
@@ -9,11 +9,12 @@ value v is held there, f_n that node n runs in the forward and b_n that it runs 
                 f_n + b_n >= 1                       for what must run at all, f_n = 1 or b_n = 1 where the side is given
                 sum of bytes_v k_v <= budget - what is held in any case
 
-has no more seconds than any schedule within the budget, in whatever order, however often a node runs: a bound, and a strong
-one where the crossing is what binds. It is a minimum cut with a knapsack, of as many variables as nodes and values. PyTorch's
-partitioner (`min_cut_rematerialization_partition`) solves a program like it and takes its answer for the peak; here it is asked
-for several amounts of bytes, the values that it holds by half or more are kept (`rollout`), and the exact peak of each schedule
-decides, before what is left of the budget is filled up (`keep_longer`).
+has no more seconds than any schedule within the budget, in whatever order, however often a node runs: a lower bound,
+and a strong one where the budget binds at the crossing. It is a minimum cut with a knapsack constraint, with about as
+many variables as nodes and values. PyTorch's partitioner (`min_cut_rematerialization_partition`) solves a program like
+it, and takes the bytes held at the crossing for the peak. Here it is solved for several amounts of bytes; values of
+which it holds half or more are kept (`rollout`), the exact peak of each schedule decides, and `keep_longer` spends what
+is left of the budget.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ BACKWARD_AFTER_FORWARD = "any schedule that runs the backward after the forward,
 
 
 class CrossingProgram(MomentsProgram):
-    """The program of the module's docstring, for any number of bytes.
+    """The program of the module's docstring, which is solved for any number of bytes held at the crossing.
 
     Args:
         problem: the problem.
         solver: python-mip's name of the solver.
 
     Attributes:
-        all_bytes: of what the forward computes.
+        all_bytes: bytes of all values that the forward computes.
     """
 
     def __init__(self, problem: PlainProblem, solver: str = "CBC") -> None:
@@ -55,19 +56,19 @@ class CrossingProgram(MomentsProgram):
         return budget_bytes - self.fixed_bytes(self.crossing)
 
     def solve(self, held_bytes: float, seconds: float = 60.0) -> float | None:
-        """The least time of a step that holds ``held_bytes`` at most; ``None`` where nothing was proven in ``seconds``."""
+        """A lower bound, in seconds, on steps that hold at most ``held_bytes`` there; ``None`` if none is proven."""
         if self._solved is None or self._solved[0] != held_bytes:
             value = self.bound(held_bytes + self.fixed_bytes(self.crossing), seconds)
             self._solved = None if value is None else (held_bytes, value)
         return None if self._solved is None else self._solved[1]
 
     def kept(self, share: float = 0.5) -> frozenset[int]:
-        """Values held by at least ``share`` in the solution at hand."""
+        """Values of which at least ``share`` is held in the last solution."""
         return self.held_at(self.crossing, share)
 
 
 def rollouts(problem: PlainProblem, keep: frozenset[int]) -> Iterator[NodeSequence]:
-    """Schedules that keep some values: what is computed again waits for its last reader, or serves one reader only."""
+    """Two schedules that keep some values: what is computed again stays until its last use, or for one reader."""
     forward = frozenset(v for v, made in enumerate(problem.producer) if 0 <= made < problem.boundary)
     for forget in (frozenset[int](), forward - keep):
         sequence = rollout(problem, keep, forget)
@@ -83,18 +84,18 @@ def schedules(
     most: int,
     deadline: float,
 ) -> tuple[list[NodeSequence], int]:
-    """Schedules that keep what the program holds for each amount of bytes; what is computed again waits, or does not.
+    """Schedules that keep what the program holds for each amount of bytes, for each the first of `rollouts` that fits.
 
     Args:
         problem: the problem.
         program: its program.
-        amounts: of bytes at the crossing, from the largest on, since those take the least time.
+        amounts: of bytes at the crossing, the largest first, since these take the least time.
         budget_bytes: the most that may be held at any moment.
         most: how many schedules within the budget are enough.
         deadline: `clock` at which to stop.
 
     Returns:
-        Those within the budget, and the smallest peak that was met.
+        Schedules within the budget, and the smallest peak that was met, in bytes.
     """
     found: list[NodeSequence] = []
     smallest = problem.evaluate(problem.captured).peak_bytes
@@ -132,8 +133,9 @@ def crossing(
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
         deadline: `clock` at which to stop.
-        amounts: how many amounts of bytes at the crossing are tried, evenly spaced up to what the budget allows.
-        attempts: how many schedules are filled up.
+        amounts: how many amounts of bytes at the crossing are tried at most, evenly spaced up to what the budget
+            allows.
+        attempts: how many schedules are enough; `keep_longer` is run on each.
         solver: python-mip's name of the solver.
     """
     if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:

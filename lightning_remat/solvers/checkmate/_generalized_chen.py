@@ -1,21 +1,24 @@
 """Chen et al.'s checkpoints on any graph: Checkmate's generalizations (Jain et al. 2020, section 6.1 and appendix B).
 
-The checkpoints are chosen first, as by "chen_sqrt" or "chen_greedy", and the computations are the fewest for them:
+The checkpoints are chosen first, as by "chen_sqrt" or "chen_greedy"; then the fewest computations for them are found:
 
 * "ap_sqrt" and "ap_greedy" (B.1) choose among the articulation points of the undirected forward graph: what comes after one
-  depends on nothing before it, so the forward can be taken up again from it alone;
+  depends on nothing before it, so the forward can be resumed from it alone;
 * "linearized_sqrt" and "linearized_greedy" (B.2) choose among all forward nodes, as if each depended on the one before only.
 
 A checkpoint is a single node here, all of whose outputs are kept. Where other values cross it, they are computed again from
-earlier checkpoints; the plain methods keep what crosses instead.
+earlier checkpoints; "chen_sqrt" and "chen_greedy" keep all that crosses instead.
 
-B.1 finds the computations for a given S row by row. Here S keeps the checkpoints, and beside them what the backward has made
-or had computed again stays until its last use, as in Chen et al.; where that does not fit the budget, it is computed again
-for each backward op that reads it. On a chain all this is "chen_sqrt" and "chen_greedy".
+B.1 finds the computations for a given checkpoint matrix S row by row. Here the checkpoints are held in S, and beside
+them what the backward has made or had computed again stays until its last use, as in Chen et al.; where that does not
+fit the budget, it is computed again for each backward op that reads it. On a chain the schedules are those of
+"chen_sqrt" and "chen_greedy".
 
-What is carried over: the forward is that of the problem with views contracted, loss included, and what the caller holds
-(parameters, batch) is no vertex of it. Its first and last nodes count as candidates, as the ends of a chain do. Networks
-whose blocks share an input, such as an attention mask, have few articulation points. Costs are not looked at.
+What differs from the paper: the forward is that of the problem with views contracted, loss included, and what the
+caller holds (parameters, batch) is no vertex of it. Its first and last nodes count as candidates, as the ends of a
+chain do.
+
+Networks whose blocks share an input, such as an attention mask, have few articulation points. Costs are not looked at.
 """
 
 from __future__ import annotations
@@ -44,12 +47,12 @@ def articulation_points(problem: PlainProblem) -> list[int]:
 
 
 def root_ends(candidates: Sequence[int]) -> list[int]:
-    """Every √k-th of k candidates (Chen et al. 2016, section 4.1)."""
+    """Every √k-th of k candidates, about (Chen et al. 2016, section 4.3)."""
     return [candidates[i] for i in segment_ends(len(candidates), max(1, math.isqrt(len(candidates))))]
 
 
 def recomputations(problem: PlainProblem, checkpoints: Iterable[int], hold: bool = True) -> NodeSequence:
-    """The fewest computations for given checkpoint nodes, with what is computed again held until its last use, or not held."""
+    """The fewest computations for given checkpoint nodes; ``hold``: what is computed again stays until its last use."""
     keep = frozenset(v for node in checkpoints for v in problem.writes[node])
     temporary = frozenset(v for v, producer in enumerate(problem.producer) if 0 <= producer < problem.boundary) - keep
     sequence = drop_unused(problem, rollout(problem, keep, frozenset() if hold else temporary))

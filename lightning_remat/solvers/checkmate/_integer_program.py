@@ -4,18 +4,19 @@ Equation and section numbers are those of the MLSys version: eq. 9 in section 4.
 frontier-advancing stages of section 4.6: stage t evaluates node t for the first time, after evaluating again any of the
 nodes before it, in the captured order and each at most once.
 
-What is carried over:
+What differs from the paper:
 
 * a node may write several values, so R is indexed by nodes and S by values; sizes are bytes of values;
 * an op's workspace counts while it runs; what the caller holds, hands in (tangents) or takes (forward outputs) counts from
   the boundary on, which lies between the stages ``boundary - 1`` and ``boundary``;
-* nodes that may run once have R_{t,k} = 0 for t > k. Random nodes run again freely: their numbers are replayed.
+* nodes that may run only once have R_{t,k} = 0 for t > k. Random nodes run again freely: their numbers are replayed.
 
-What is written differently, without changing the set of schedules: FREE_{t,v,k} (eq. 5) is the difference of two successive
-variables P, "v is held up to its next event in stage t", where the events of v are its evaluation and its reads in captured
-order. Along that chain P may only fall, must be 1 where a read takes place, and ends in S_{t+1,v}. This gives (1b), (1c) and
-(7a-7c) with one row an event instead of one a pair of events, and a tighter relaxation (Theorem 4.1, no double deallocation,
-holds by construction). With R integral the smallest feasible P and S are integral too, so only R is declared so.
+What is written differently, without changing the set of schedules: FREE_{t,v,k} (eq. 5) is the difference of two
+successive variables P, "v is held up to its next event in stage t", where the events of v are its evaluation and its
+reads, in captured order. Along this chain of events P may only fall, must be 1 where a read takes place, and ends in
+S_{t+1,v}. This gives (1b), (1c) and (7a-7c) with one row an event instead of one a pair of events, and a tighter
+relaxation (Theorem 4.1, no double deallocation, holds by construction). With R integral the smallest feasible P and S
+are integral too, so only R is declared so.
 
 What is not optimal: the order is the captured one, and an op runs at most once a stage; the unrestricted optimum can be
 cheaper, and a bound from here holds for `CAPTURED_ORDER` only.
@@ -62,6 +63,14 @@ def solve_stages(
 ) -> StagesResult:
     """Solve eq. 9 for ``problem``.
 
+    Args:
+        problem: the problem.
+        budget_bytes: the most that may be held at any moment.
+        gap: stop when proven to be within this share of the time of a step without rematerialization.
+        deadline: `clock` at which to stop.
+        solver: python-mip's name of the solver.
+        start: a sequence to begin from, used where its peak is within the budget.
+
     Raises:
         SolverError: when the solver's answer breaks the program's own memory accounting (a defect, not bad luck).
     """
@@ -73,7 +82,7 @@ def solve_stages(
 
 
 def solve_program(program: Program, best: NodeSequence | None, gap: float, deadline: float) -> StagesResult:
-    """Solve a program of stages, from a sequence within its budget if there is one.
+    """Solve a program of stages, beginning at ``best``, a sequence within its budget, if there is one.
 
     Raises:
         SolverError: when the solver's answer breaks the program's own memory accounting (a defect, not bad luck).
@@ -131,9 +140,9 @@ def fill_computations(problem: PlainProblem, checkpoints: Sequence[Collection[in
 
     Args:
         problem: the problem.
-        checkpoints: for each stage, and for the end after all, the values to be held into it. What the caller takes at the
-            boundary and the gradients at the end count whether listed or not. A value of a node that may run once cannot be
-            made again: where one is needed, it is held from its evaluation on.
+        checkpoints: for each stage, and for the end after the last one, the values to be held into it. What the caller
+            takes at the boundary and the gradients at the end count whether listed or not. A value of a node that may
+            run only once cannot be made again: where it is needed, it is held from its evaluation on.
     """
     count, boundary, producer = len(problem), problem.boundary, problem.producer
     held = [set(values) for values in checkpoints]
@@ -217,7 +226,7 @@ class Program:
         return headroom // int(self.unit_bytes) if self.exact else headroom / self.unit_bytes
 
     def _first_stages(self) -> list[int]:
-        """Stage before which each node is not evaluated: its own."""
+        """The first stage in which each node may be evaluated: its own."""
         return list(range(len(self.problem)))
 
     def _last_useful_stages(self) -> list[int]:
@@ -347,7 +356,7 @@ class Program:
             usage = variable - mip.xsum(size * term for size, term in released[node])  # eqs. 3 and 4
 
     def _present(self) -> mip.Var:
-        """P: 1 where a value is held up to its next event in a stage."""
+        """A new variable P: 1 where a value is held up to its next event in a stage."""
         return self.model.add_var(lb=0.0, ub=1.0)
 
     def _require(self, left: Expression, relation: str, right: Expression) -> mip.Constr | None:
@@ -380,7 +389,7 @@ class Program:
         )
 
     def optimize(self, gap: float, seconds: float) -> None:
-        """Run the solver. The gap is a share of the step's whole time, of which the objective leaves a constant out."""
+        """Run the solver; ``gap`` is a share of `once_seconds`, whatever constant the objective leaves out."""
         self.model.max_mip_gap = 1e-9
         self.model.max_mip_gap_abs = gap * self.once_seconds / self.unit_seconds
         self.status = self.model.optimize(seconds)

@@ -4,14 +4,16 @@ The program of eq. 9 is solved with R, S and FREE in [0, 1] (section 5.1, `Progr
 the checkpoints S are rounded, by a threshold or, in appendix D, at random with the fraction as the probability; R is then
 the smallest that S allows (Algorithm 2, `fill_computations`), and FREE follows from last uses.
 
-Rounding looks at no budget. So the linear program is given less (section 5.3: U <= (1 - ε) M_budget), and ε is searched, as
-appendix D suggests: from 0 upwards while the rounded schedule does not fit, downwards while it does, then between, for the
-smallest that fits; then beyond it, since neither peak nor cost of what is rounded need change steadily. Below 0 the linear
-program gets more than the budget, which pays where rounding gives up more than it takes. Where the ε of the paper is a share
-of the whole budget, here it is one of what the budget leaves beside the bytes that are held all through the step.
+Rounding looks at no budget. So the linear program is given less (section 5.3: U <= (1 - ε) M_budget), and ε is
+searched, as appendix D suggests: from 0 upwards while the rounded schedule does not fit, downwards while it does, then
+by bisection for the smallest ε that fits; then at larger ones, since neither peak nor cost of the rounded schedules
+need be monotone in ε. Below 0 the linear program gets more than the budget, which pays where rounding down frees more
+than rounding up takes. The ε of the paper is a share of the whole budget; here it is one of what the budget leaves
+beside the bytes that are held all through the step.
 
-What is carried over beyond `_integer_program`: values of nodes that may run once are held from their evaluation on where the
-rounded S asks for them. Above ``max_ops`` nodes the problem is coarsened, as for the method "milp": then no bound is reported.
+What differs from the paper, beyond `_integer_program`: values of nodes that may run only once are held from their
+evaluation on where the rounded S asks for them. Above ``max_ops`` nodes the problem is coarsened, as for the method
+"milp": then no bound is reported.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ def lp_rounding(
     fill_up: bool = True,
     solver: str = "CBC",
 ) -> Answer:
-    """Two-phase rounding of the linear program, over budget allowances.
+    """Two-phase rounding of the linear program, over budget allowances (ε).
 
     Args:
         problem: the problem.
@@ -67,7 +69,7 @@ def lp_rounding(
         programs: how many linear programs are solved, one an allowance, at most.
         max_ops: with more nodes than this the problem is coarsened.
         coarsen_to: number of nodes of the coarsened problem, about.
-        fill_up: spend what the budget has left by `keep_longer`. The paper does not.
+        fill_up: whether what the budget has left is spent by `keep_longer`. The paper does not.
         solver: python-mip's name of the solver: "CBC", "HIGHS", "GRB".
 
     Raises:
@@ -112,7 +114,7 @@ def lp_rounding(
                 if program.status is not mip.OptimizationStatus.INFEASIBLE:
                     status = Status.TIMEOUT
                     break
-                if allowance == 0 and coarse is None:  # not a matter of rounding
+                if allowance == 0 and coarse is None:  # no schedule of the program fits, however it is rounded
                     notes.append("the linear program is infeasible: no schedule of stages fits")
                     break
                 search.tell(allowance, enough=True)
@@ -151,25 +153,27 @@ def lp_rounding(
 
 @dataclasses.dataclass
 class _Allowances:
-    """Bisection for the smallest allowance whose rounded schedule fits, from 0 outwards in doubling steps.
+    """Bisection for the smallest allowance ε whose rounded schedule fits, from 0 outwards in doubling steps.
 
-    Peaks of rounded schedules need not fall as the allowance grows, so this need not find it. What is left of the attempts
-    is spread between it and the largest allowance.
+    Peaks of rounded schedules need not fall as the allowance grows, so it may be missed. The attempts that are left are
+    spread between what was found and the largest allowance.
     """
 
     largest: float
+    """The allowance that leaves no more than the largest working set."""
     low: float | None = None
     """The largest allowance known whose schedule does not fit."""
     high: float | None = None
-    """The smallest allowance known that needs no more: its schedule fits, or its linear program is infeasible."""
+    """The smallest allowance known that is enough: its schedule fits, or its linear program is infeasible."""
     step: float = 0.1
-    """The paper's allowance."""
+    """How far outwards the next step goes; the first is the paper's ε of section 5.3."""
     tried: list[float] = dataclasses.field(default_factory=list)
     spread: list[float] = dataclasses.field(default_factory=list)
+    """Allowances still to be tried after the bisection."""
     is_spread: bool = False
 
     def following(self, remaining: int) -> float | None:
-        """The next allowance to try, of so many; ``None`` when the search is over."""
+        """The next allowance to try, of ``remaining`` attempts; ``None`` when the search is over."""
         if self.spread:
             return self.spread.pop()
         if self.low is None and self.high is None:
@@ -190,7 +194,7 @@ class _Allowances:
         return min((self.low or 0.0) + step, ((self.low or 0.0) + 1) / 2)
 
     def tell(self, allowance: float, enough: bool) -> None:
-        """The outcome of an allowance."""
+        """Take note of the outcome of an allowance."""
         self.tried.append(allowance)
         if self.is_spread:
             return

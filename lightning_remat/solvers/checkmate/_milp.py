@@ -1,9 +1,9 @@
 """The method "milp": Checkmate's program (`_integer_program`), on the problem itself or, where it is large, a coarsening of it.
 
-The program gives every result memory of its own, though some may take an input's. CBC solves a few dozen ops to the
-optimum. Above ``max_ops`` nodes the problem is coarsened first (`_coarse_search`): then neither the answer nor the
-program's bound says anything exact about the problem, so no bound of its own is reported, and "infeasible" means infeasible
-for that coarsening.
+The program gives every result memory of its own, though some results may take the memory of an input. CBC solves a few
+dozen ops to the optimum. Above ``max_ops`` nodes the problem is coarsened first (`_coarse_search`): then neither the
+answer nor the program's bound says anything exact about the problem, so no bound of its own is reported, and
+"infeasible" means infeasible for that coarsening.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def milp(
     solver: str = "CBC",
     start: NodeSequence | None = None,
 ) -> Answer:
-    """Checkmate's program.
+    """Checkmate's program (eq. 9), with of the order of n² binary variables for n nodes.
 
     Args:
         problem: the problem.

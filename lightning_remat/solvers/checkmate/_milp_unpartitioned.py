@@ -1,15 +1,17 @@
-"""The method "checkmate_unpartitioned": Checkmate's program without frontier-advancing stages (Jain et al. 2020, 4.3 to 4.6).
+"""The method "checkmate_unpartitioned": Checkmate's program without frontier-advancing stages (Jain et al. 2020).
 
-As `_integer_program`, but stage t need not end with the first evaluation of node t: any stage may evaluate any of the nodes,
-in the captured order and each at most once, and the last one must be reached (eq. 1e) from nothing (eq. 1d). The program has
-more schedules, and its relaxation says next to nothing (appendix A: an integrality gap of 21.56 against 1.18 on the unit chain
-of 8 layers), so branch and bound hardly prunes: the paper's solver took 9.4 hours for the 17 ops of that chain, to find the
-same cost as the partitioned program. It is here for comparison, on tiny graphs, begins at the partitioned program's schedule,
-and seldom proves more than the trivial bound.
+As `_integer_program` (sections 4.3 to 4.5), but stage t need not end with the first evaluation of node t: any stage may
+evaluate any of the nodes, in the captured order and each at most once, and the last one must be reached (eq. 1e) from
+nothing (eq. 1d). The program has more schedules, and its relaxation says next to nothing (appendix A: an integrality
+gap of 21.56 against 1.18 on the unit chain of 8 layers), so branch and bound hardly prunes: the paper's solver took 9.4
+hours for the 17 ops of that chain, to find the same cost as the partitioned program in 0.23 seconds (section 4.6). It
+is here for comparison, on tiny graphs, begins at the partitioned program's schedule, and seldom proves more than the
+trivial bound.
 
-What is carried over: the stages before ``boundary``, as many as there are forward nodes, evaluate forward nodes only, and
-what the caller takes must exist between them and the others, so that every schedule of eq. 9 is one of these too. Random
-nodes, and nodes that may run once, are evaluated first in the captured order and on their own side of the boundary.
+What differs from the paper: the stages before ``boundary``, as many as there are forward nodes, evaluate forward nodes
+only, and what the caller takes must exist between them and the others, so that every schedule of eq. 9 is one of these
+too. Random nodes, and nodes that may run only once, are evaluated first in the captured order and on their own side of
+the boundary.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ class UnpartitionedProgram(Program):
         ]
 
     def _add_computations(self) -> None:
-        """R_{t,k}: 1 where stage t evaluates node k. No row is lower triangular, none has a 1 in it from the start."""
+        """R_{t,k}: 1 where stage t evaluates node k. R is not lower triangular, and none of its entries is constant."""
         problem, count = self.problem, len(self.problem)
         self.once_seconds = sum([problem.seconds[node] for node in required(problem)])
         self.constant_seconds = 0.0
@@ -112,7 +114,7 @@ class UnpartitionedProgram(Program):
         self._minimize_seconds()
 
     def _add_effects(self, nodes: list[int]) -> None:
-        """[Effects] these nodes run on their side of the boundary, the first time in order; once where they may not again."""
+        """[Effects] Nodes run on their side of the boundary, first in captured order, and once if not recomputable."""
         problem = self.problem
         for node in nodes:
             own_side = range(problem.boundary) if node < problem.boundary else range(problem.boundary, len(problem))

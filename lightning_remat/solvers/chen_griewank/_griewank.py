@@ -1,22 +1,24 @@
 """The method "griewank_logn": REVOLVE (Griewank and Walther 2000), Checkmate's baseline "Griewank et al. log n" (section 6.1).
 
-A chain of l steps is reversed with s snapshots, the one it starts from included. While a snapshot is free, the chain is
-advanced to where a binomial split tells to take it, the part behind it is reversed with the s - 1 left, and then the part
-before it with all s. Advancing takes ``advances(l, s)`` = r l - C(s + r, s + 1) steps, r being the smallest number with
-C(s + r, s) >= l, which is the fewest possible for equal steps; with s of the order of log l, r is so too.
+A chain of l steps is reversed with s snapshots (checkpoints), the one it starts from included. While a snapshot is
+left, the chain is advanced to the place where a binomial split puts it; the part behind it is reversed with the s - 1
+others, and then the part before it with all s. Advancing takes ``advances(l, s)`` = r l - C(s + r, s + 1) steps, r
+being the smallest number with C(s + r, s) >= l, which is the fewest possible for equal steps; with s of the order of
+log l, r is so too.
 
-What is carried over, to chains whose backward reads results (b_l reads f_l and f_(l-1)) and to graphs that are no chains:
+How it is extended to chains whose backward reads results (b_l reads f_l and f_(l-1)) and to graphs that are no chains:
 
 * the forward is linearized: one node a step, in the captured order. A snapshot after a step holds all values that cross it,
-  as in "chen_sqrt", so that the forward can be taken up again from there;
-* the backward runs in the captured order, and what it reads and finds gone makes the forward be taken up from the last
-  snapshot before it. Once all that the rest of the backward wants lies before a snapshot, that snapshot is given up;
+  as in "chen_sqrt", so that the forward can be resumed from there;
+* the backward runs in the captured order. Where a value that it reads is gone, the forward is resumed from the last
+  snapshot before that value. Once all that the rest of the backward reads lies before a snapshot, the snapshot is
+  freed;
 * what the backward has read stays until its last use, so a step is not run once more to be reversed. A unit chain of L layers
   takes ``advances(L, s)`` evaluations, f_L, the loss and L backward ones: ``advances(L, s) + L + 2``, at a peak of s + 3
   values, which is the optimum there.
 
-s is the knob: the fewest evaluations that fit the budget. Costs and sizes are not looked at, so nothing here is optimal on
-other graphs. Values of nodes that may run once, and what the caller holds, are kept.
+s is searched for the fewest evaluations that fit the budget. Costs and sizes are not looked at, so nothing here is
+optimal on other graphs. Values of nodes that may run only once, and what the caller holds, are kept.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ def griewank_logn(problem: Problem, budget_bytes: int, *, deadline: float, longe
 
 
 def repetitions(steps: int, snapshots: int) -> int:
-    """r: the smallest number with C(s + r, s) >= l, how often a step is advanced over at most."""
+    """r: the smallest number with C(s + r, s) >= l; no step is advanced over more often."""
     r = 0
     while comb(snapshots + r, snapshots) < steps:
         r += 1
@@ -80,7 +82,7 @@ def repetitions(steps: int, snapshots: int) -> int:
 
 
 def advances(steps: int, snapshots: int) -> int:
-    """The fewest steps forward in which a chain of ``steps`` is reversed: r l - C(s + r, s + 1). 0 for no steps."""
+    """The fewest steps forward in which a chain of ``steps`` is reversed: r l - C(s + r, s + 1); 0 for none or one."""
     r = repetitions(steps, snapshots)
     return r * steps - comb(snapshots + r, snapshots + 1) if r else 0
 
@@ -101,13 +103,15 @@ def revolve(problem: Problem, snapshots: int) -> NodeSequence:
 
 @dataclasses.dataclass(frozen=True)
 class _Snapshot:
+    """A place in the linearized forward, and the values held from which the forward can be resumed there."""
+
     position: int
     """The forward node after which it was taken; -1 for the start."""
     values: frozenset[int]
 
 
 class _Reversal:
-    """The forward evaluated once, taking snapshots, then the backward with the forward taken up again where it must be."""
+    """The forward evaluated once, taking snapshots, then the backward, with the forward resumed where it must be."""
 
     def __init__(self, problem: Problem, snapshots: int) -> None:
         self.problem, self.snapshots = problem, snapshots
@@ -144,7 +148,7 @@ class _Reversal:
         return self.wanted[-1] if self.wanted else None
 
     def _supply(self, values: list[int]) -> None:
-        """Have ``values`` there until their last use: take the forward up again for what is missing, the latest first."""
+        """Have ``values`` present until their last use: resume the forward for what is missing, the latest first."""
         producer = self.problem.producer
         missing = sorted([v for v in values if not self._is_there(v)], key=lambda v: producer[v])
         self.kept.update(v for v in values if v not in missing)

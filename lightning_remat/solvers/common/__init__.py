@@ -1,4 +1,4 @@
-"""What several families of solvers use.
+"""What several folders of solvers use: this project's own, but for what a file says is from a paper.
 
 The problem, and how it is solved:
 
@@ -6,6 +6,7 @@ The problem, and how it is solved:
 * ``_solution``: what `solve` returns.
 * ``_registry``: solvers by name, and the one call that runs any of them.
 * ``_plugins``: what other packages add under an entry point.
+* ``_clock``: the clock that all solvers stop by, of seconds or of counted work.
 * ``_no_remat``: "no_remat" and "checkpoint_all", every op once.
 
 Schedules:
@@ -13,15 +14,15 @@ Schedules:
 * ``_rollout``: from a choice of values to keep to a whole schedule.
 * ``_segments``: segments of the forward, and the values that cross their ends.
 * ``_stages``: schedules in stages, as integer programs see them.
-* ``_prune``: what nobody reads is dropped, and what the budget has room for is kept.
-* ``_eviction``: what is held at the peak is given up, and computed again.
-* ``_lifetimes``: a schedule that is changed step by step, and the memory held meanwhile.
+* ``_prune``: unread evaluations are dropped, and repeated ones that the budget has room to avoid.
+* ``_eviction``: values held at the peak are given up, and computed again.
+* ``_lifetimes``: a schedule under local changes, with the memory held kept up to date.
 * ``_working_set``: the bytes that an op needs while it runs.
 
 Smaller problems and other solvers:
 
 * ``_coarsen``: fewer, larger nodes.
-* ``_coarse_search``: a program solved on a coarsening, and its schedules filled up.
-* ``_mip``: the door to the solvers of python-mip.
-* ``_mip_process``: the process that they run in.
+* ``_coarse_search``: a program solved on a coarsening, and what budget is left spent on the fine problem.
+* ``_mip``: programs for python-mip's solvers, built here and solved in a process of their own.
+* ``_mip_process``: that process.
 """

@@ -1,7 +1,8 @@
 """The clock that solvers stop by: seconds, or a count of their own work, which ends them at the same place on every machine.
 
-A deadline is a reading of `clock`. Where work is counted, each look at the clock stands for `A_LOOK` seconds, and each row and
-column of a program that is solved for `A_ROW`: about what they take, so that work has the unit of time, but not its whims.
+A deadline is a reading of `clock`. Where work is counted, each reading stands for `A_LOOK` seconds, and each row and
+column of a program that is solved for `A_ROW` seconds: about what they take, so that counted work is measured in
+seconds and does not depend on the machine.
 """
 
 from __future__ import annotations
@@ -15,18 +16,25 @@ from collections.abc import Iterator
 from lightning_remat.errors import BudgetError
 
 A_LOOK = 0.001
+"""Seconds of counted work that one reading of the clock stands for."""
+
 A_ROW = 5e-6
+"""Seconds of counted work that one row or column of a solved program stands for."""
+
 NODES = 100.0
-"""Nodes of a branch and bound that a second of work stands for."""
+"""Nodes of a branch and bound that a second of counted work stands for."""
 
 MOST_NODES = 1e9
+"""The most nodes that a branch and bound is ever allowed."""
 
 LATE = 1e6
-"""By how much the count jumps at each look when the time limit is over: whatever the deadlines are, they have passed."""
+"""Seconds by which the count jumps at each reading once the time limit is over: every deadline has passed then."""
 
 
 @dataclasses.dataclass
 class _Count:
+    """Work ``done`` since ``begun``, in seconds, and the `time.monotonic` ``until`` which it may go on."""
+
     begun: float
     until: float
     done: float = 0.0
@@ -40,19 +48,19 @@ _count: contextvars.ContextVar[_Count | None] = contextvars.ContextVar("_count",
 
 
 def clock() -> float:
-    """A reading of the clock: `time.monotonic`, or what was begun at, and the work since."""
+    """Seconds by the clock: `time.monotonic`, or, where work is counted, its reading at the start plus that work."""
     count = _count.get()
     return time.monotonic() if count is None else count.reading(A_LOOK)
 
 
 @contextlib.contextmanager
 def limited(time_limit: float, work_limit: float | None = None) -> Iterator[float]:
-    """While open, what solves in this thread goes by the deadline that is given.
+    """A context in which solvers of this thread go by the deadline that it yields, a reading of `clock`.
 
     Args:
         time_limit: seconds.
-        work_limit: seconds of counted work; ``None`` to go by time alone. The time limit holds beside it: give one that is not
-            come to where each run is to end alike.
+        work_limit: seconds of counted work; ``None`` to go by time alone. The time limit holds beside it: where every
+            run is to end at the same place, give a time limit that is never reached.
 
     Raises:
         BudgetError: for a limit that is not positive.
@@ -69,10 +77,15 @@ def limited(time_limit: float, work_limit: float | None = None) -> Iterator[floa
 
 
 def program_limits(seconds: float, size: int = 0) -> tuple[float, int | None]:
-    """What a program of so many rows and columns, which may take so long by this clock, may do.
+    """The limits of one run of a linear or integer program. Where work is counted, its rows and columns are.
+
+    Args:
+        seconds: what it may take by this clock.
+        size: its rows and columns.
 
     Returns:
-        The seconds that it may take, and where work is counted how many nodes it may open.
+        The seconds of real time that it may take, and, where work is counted, the nodes that its branch and bound may
+        open.
     """
     count = _count.get()
     if count is None:

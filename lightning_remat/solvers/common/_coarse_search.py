@@ -1,8 +1,9 @@
-"""A program too small for the problem, solved on a coarsening of it: at several budgets, and filled up tensor by tensor.
+"""A program that is too slow for the whole problem, solved at several budgets on a coarsening of it.
 
-A coarse node is kept or computed again as a whole, which wastes a budget on tensors that are large and cheap. So the coarse
-program also runs at tighter budgets, and `keep_longer` spends the rest on the fine problem. Where the coarse program does not
-fit, larger budgets are tried: on the fine problem frees come earlier, and its schedule may fit all the same.
+A coarse node is kept or computed again as a whole, which spends budget on tensors that are large and cheap to compute
+again. So the coarse program also runs at tighter budgets, and `keep_longer` spends the rest on the problem itself,
+tensor by tensor. Where nothing fits the coarse program's budget, larger ones are tried: on the problem itself frees
+come earlier, and the schedule may fit all the same.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from lightning_remat.solvers.common._solution import Status
 from lightning_remat.solvers.common._working_set import alone_bytes
 
 COARSE_GAP = 5e-3
-"""The gap of a coarse program means little for the fine problem: half a percent will do."""
+"""The least gap at which a coarse program stops: its optimum means little for the problem itself."""
 
 LARGER = (110, 125, 150)
 """Budgets for coarse programs, in percent of the budget, where the budget itself is too small for one."""
 
 Solve = Callable[[PlainProblem, int, float], tuple[NodeSequence | None, Status]]
-"""Solves a coarse problem within a budget in bytes, until a `clock`."""
+"""Solves a coarse problem within a budget in bytes, until a deadline: the sequence, and how the solve ended."""
 
 
 def search_coarsened(
@@ -45,8 +46,12 @@ def search_coarsened(
         size: number of nodes of the coarsened problem, about.
         solve: the program.
         deadline: `clock` at which to stop.
-        known: sequences of ``problem`` that count where they are within the budget.
-        tighter: budgets for coarse programs where one fits, in percent of the way from the largest working set.
+        known: sequences of ``problem`` that compete where they are within the budget.
+        tighter: further budgets once the budget itself fits, in percent of the way to it from the largest coarse
+            working set.
+
+    Returns:
+        The cheapest sequence; no bound, since that of a coarse program says nothing about the problem itself.
     """
     coarse = coarsen(problem, size)
     notes = [f"{len(problem)} ops coarsened to {len(coarse.problem)}"]

@@ -3,16 +3,16 @@
 The captured order is a topological one, so contracting a run of it keeps the graph acyclic. No run crosses the boundary.
 
 * The forward is cut where few bytes are in flight between forward nodes, near equal shares of its time and of the bytes
-  that the backward asks back. Equal shares alone would cut through the middle of blocks; cheap cuts alone would leave one
-  huge group.
+  of its values that the backward reads. Equal shares alone would cut through the middle of blocks; cheap cuts alone
+  would leave one huge run.
 * The backward is cut to match: for each forward cut, the backward position that best separates the nodes that read values
   from after the cut from those that read values from before it.
 
-A coarse node reads what its run reads from outside and writes what others read of it; its workspace is the run's own peak
-beyond those. Values of one run with the same readers are merged: keeping some of them without the others would save no
-evaluation of the run. Evaluating a coarse node again costs its whole run, and all that it writes is there at once, so the
-coarse optimum is no bound in either direction on the fine one. `Coarsening.refine` takes back the evaluations that nobody
-needs.
+A coarse node reads what its run reads from outside and writes what others read of it; its workspace is the run's own
+peak beyond those. Values of one run with the same readers are merged: keeping some of them without the others would
+save no evaluation of the run. Evaluating a coarse node again costs its whole run, and all that it writes is there at
+once, so the coarse optimum is no bound in either direction on the fine one. `Coarsening.refine` drops the evaluations
+that nobody reads.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from lightning_remat.solvers.common._prune import drop_unused
 
 @dataclasses.dataclass(frozen=True)
 class Coarsening:
-    """A coarse problem, and which run of the fine problem's nodes each of its nodes stands for."""
+    """A fine problem, its coarse one, and the run of fine nodes that each coarse node stands for."""
 
     fine: PlainProblem
     problem: PlainProblem
     runs: tuple[range, ...]
 
     def refine(self, sequence: NodeSequence) -> NodeSequence:
-        """The fine sequence that a coarse one stands for, without the evaluations that nobody needs."""
+        """The fine sequence that a coarse one stands for, without the evaluations that nobody reads."""
         nodes = [node for group in sequence.nodes for node in self.runs[group]]
         boundary = sum([len(self.runs[group]) for group in sequence.nodes[: sequence.boundary]])
         return drop_unused(self.fine, NodeSequence(tuple(nodes), boundary))
@@ -87,7 +87,11 @@ def _forward_cuts(problem: PlainProblem, groups: int) -> list[int]:
 
 
 def _matching_cuts(problem: PlainProblem, forward: list[int]) -> list[int]:
-    """For each forward cut, the backward cut that fewest bytes of forward values are read from the wrong side of."""
+    """For each forward cut, the backward cut across which the fewest bytes of forward values are read.
+
+    The backward nodes before a cut should read forward values from after its forward cut, the others those from before
+    it.
+    """
     count = len(problem)
     cuts: list[int] = []
     for cut in forward:

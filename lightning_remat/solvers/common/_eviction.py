@@ -1,4 +1,4 @@
-"""Values given up while nothing uses them, and computed again: how a schedule's peak is lowered, moment by moment."""
+"""A schedule's peak lowered moment by moment: idle values are given up, and computed again for their next use."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Gap = tuple[int, int, int]
 """A value, the position of one use or of its making, and that of the next use."""
 
 SINGLE = 60
-"""Values, from the largest on, that are tried alone at one moment."""
+"""How many values, the largest first, are tried one by one at one moment."""
 
 
 def gaps(problem: PlainProblem, sequence: NodeSequence) -> list[Gap]:
-    """Where values of the forward are held that could be given up and computed again."""
+    """Stretches of two evaluations or more in which a forward value that may run again is only held for a later use."""
     may = [
         0 <= made < problem.boundary and problem.recomputable[made] and problem.nbytes[v] > 0
         for v, made in enumerate(problem.producer)
@@ -40,8 +40,9 @@ def gaps(problem: PlainProblem, sequence: NodeSequence) -> list[Gap]:
 def evict(problem: PlainProblem, sequence: NodeSequence, given_up: Iterable[Gap]) -> NodeSequence | None:
     """The sequence with values given up in some of its `gaps`, and computed again just in time for the next use.
 
-    What is computed again reads what the sequence holds at that moment, and beyond that is computed again itself, for this
-    one use. ``None`` where a value would have to be that may not be.
+    What is computed again reads what the sequence holds at that moment; what is missing there is computed again too,
+    for this one use. ``None`` where a node would have to run again that may not, or the sequence would grow beyond
+    `LONGEST`.
     """
     reads, writes, producer = problem.reads, problem.writes, problem.producer
     frees = problem.last_uses(sequence)
@@ -56,7 +57,7 @@ def evict(problem: PlainProblem, sequence: NodeSequence, given_up: Iterable[Gap]
     for position, node in enumerate(sequence.nodes):
         if position == sequence.boundary:
             boundary = len(nodes)
-        again: list[int] = []  # values that are here for this node only
+        again: list[int] = []  # values that are computed again for this node only
         stack = [node]
         while stack:
             now = stack[-1]
@@ -92,7 +93,17 @@ def evict(problem: PlainProblem, sequence: NodeSequence, given_up: Iterable[Gap]
 
 
 def lower_peak(problem: PlainProblem, sequence: NodeSequence, target_bytes: int, deadline: float) -> NodeSequence:
-    """The sequence with its peak lowered step by step, to ``target_bytes`` or as far as single steps go."""
+    """The sequence with its peak lowered step by step, to ``target_bytes`` or as far as single steps go.
+
+    A step gives up what is idle at the first moment of the peak (`evict`): all of it, or else the largest value whose
+    loss lowers the peak or makes it occur less often. It evaluates up to `SINGLE` + 1 sequences.
+
+    Args:
+        problem: the problem.
+        sequence: the sequence to begin with.
+        target_bytes: the peak at which to stop.
+        deadline: `clock` at which to stop.
+    """
 
     def profile(of: NodeSequence) -> tuple[tuple[int, int], list[int]]:
         memory = problem.memory(of)
@@ -121,7 +132,7 @@ def lower_peak(problem: PlainProblem, sequence: NodeSequence, target_bytes: int,
 def lower_all(
     problem: PlainProblem, sequences: Sequence[NodeSequence], budget_bytes: int, deadline: float, enough: int = 4
 ) -> list[NodeSequence]:
-    """Those of some schedules that can be lowered to a budget, the cheapest first; ``enough`` of them will do."""
+    """Those of some sequences that `lower_peak` brings within a budget, the cheapest first, at most ``enough``."""
     found: list[NodeSequence] = []
     distinct = {sequence.nodes: sequence for sequence in sequences}
     ranked = sorted(distinct.values(), key=lambda sequence: problem.evaluate(sequence).seconds)

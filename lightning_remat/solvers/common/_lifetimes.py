@@ -1,7 +1,8 @@
-"""A schedule as something that is changed step by step: when each value is computed and used, and the memory held meanwhile.
+"""A schedule under local changes: the liveness intervals of its values, and the memory held, kept up to date.
 
-Evaluations have keys, numbers that say their order and stay what they are while others come and go, so that a change costs as
-much as what it touches, not as much as the schedule is long. All changes since `Lives.mark` can be taken back.
+Evaluations have keys: numbers that give their order, and stay the same while other evaluations come and go. So a change
+of the intervals costs as much as it touches, not as much as the schedule is long. All changes since `Lives.mark` can be
+undone.
 """
 
 from __future__ import annotations
@@ -19,32 +20,33 @@ from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem
 
 Span = tuple[int, float, float]
-"""A value, the key of one of its uses or of its making, and that of the next use."""
+"""A value, the key of its evaluation or of one of its uses, and that of the next use: the interval between."""
 
 Charge = Callable[[int, npt.NDArray[np.int64], int], float]
-"""What holding some bytes longer takes: the bytes, what is held without them at each moment meanwhile, the budget."""
+"""The price of holding bytes longer, from the bytes, the memory held beside them at each moment, and the budget."""
 
 LONGEST = 6
-"""Evaluations a node after which a schedule is not looked at."""
+"""Schedules of more evaluations than this many times the nodes are not considered."""
 
 _CLOSE = 1e-6
-"""Difference of keys below which nothing more is put between them."""
+"""Difference of two keys below which no further key is put between them."""
 
 _FAR = 64
-"""Evaluations that are looked at to tell what one of them would save: a limit, so that long chains stay affordable."""
+"""The most evaluations looked at to tell what dropping one of them would save: a limit for long chains."""
 
 
 class Lives:
-    """The evaluations of a sequence, and the memory held while each runs.
+    """The evaluations of a sequence with the memory held while each runs, under additions and removals of evaluations.
 
     Attributes:
-        keys, nodes, memory: of the evaluations, in order.
+        keys, nodes, memory: of the evaluations, in order; memory in bytes.
+        crossing: the key of the boundary, which lies between two evaluations.
         runs: keys of the evaluations of each node.
-        uses: keys at which each value is used; the crossing from the forward to the backward is one of its own.
-        taken: the value whose memory a result takes, by key.
+        uses: keys at which each value is used; ``crossing`` is one for what must exist at the boundary.
+        taken: the value whose memory a result takes, by key (see `PlainProblem.taken`).
         repeated: nodes that run more than once.
         added: nodes and keys of what the last `evict` computes again.
-        freed: between which keys memory was given back since room was last looked for.
+        freed: the first and the last key between which memory was given back since `fill` last looked for room.
     """
 
     def __init__(self, problem: PlainProblem, sequence: NodeSequence) -> None:
@@ -68,7 +70,7 @@ class Lives:
             self.uses[v].insert(bisect_left(self.uses[v], self.crossing), self.crossing)
         self.repeated = {node for node, at in enumerate(self.runs) if len(at) > 1}
         self._once_only = [problem.random[n] or not problem.recomputable[n] for n in range(len(problem))]
-        # By node and key: where an evaluation could not be taken out when last looked at, and the bytes that it needs there.
+        # By node and key: the moment at which dropping an evaluation did not fit when last tried, and the bytes needed.
         self._blocked: dict[int, dict[float, tuple[float, int]]] = {}
         self.mark()
         self.freed = (-math.inf, math.inf)
@@ -89,7 +91,7 @@ class Lives:
     # -- taking back --------------------------------------------------------------------------------------------------
 
     def mark(self) -> None:
-        """What `undo` goes back to."""
+        """Remember the state that `undo` goes back to."""
         self.added: list[tuple[int, float]] = []
         self.freed = (math.inf, -math.inf)
         self._before = (self.keys.copy(), self.nodes.copy(), self.memory.copy(), self.taken.copy())
@@ -109,18 +111,18 @@ class Lives:
         self.mark()
 
     def _unblock(self, node: int) -> None:
-        """What is missing without an evaluation of the node is no longer the same."""
+        """Forget where evaluations of the node could not be dropped: what would be missing without them has changed."""
         self._blocked.pop(node, None)
 
     def _runs(self, node: int) -> list[float]:
-        """The runs of a node, to be changed."""
+        """The runs of a node, about to be changed: a copy is kept for `undo`."""
         self._unblock(node)
         if node not in self._old_runs:
             self._old_runs[node] = self.runs[node].copy()
         return self.runs[node]
 
     def _uses(self, value: int) -> list[float]:
-        """The uses of a value, to be changed."""
+        """The uses of a value, about to be changed: a copy is kept for `undo`."""
         self._unblock(self.problem.producer[value])
         if value not in self._old_uses:
             self._old_uses[value] = self.uses[value].copy()
@@ -132,7 +134,7 @@ class Lives:
     # -- lives of values ----------------------------------------------------------------------------------------------
 
     def copy_at(self, value: int, key: float) -> tuple[float, float]:
-        """Where the copy of a value that is read at ``key`` was made, and where it is made anew."""
+        """Keys at which the copy of a value that is read at ``key`` was made, and at which the next copy is made."""
         producer = self.problem.producer[value]
         if producer < 0:
             return self.crossing, math.inf
@@ -141,7 +143,7 @@ class Lives:
         return runs[at - 1] if at else -math.inf, runs[at] if at < len(runs) else math.inf
 
     def last_use(self, value: int, made: float, remade: float) -> float:
-        """Until when the copy made at ``made`` and replaced at ``remade`` is held."""
+        """The key up to which the copy made at ``made`` and replaced at ``remade`` is held; infinity: to the end."""
         if value in self.outputs and remade > self.crossing:
             return made if made > self.crossing else math.inf  # a surplus copy, or the caller's
         if remade == math.inf and value in self.finals:
@@ -151,27 +153,27 @@ class Lives:
         return uses[at] if at >= 0 and uses[at] > made else made
 
     def around(self, node: int, key: float) -> tuple[float, float]:
-        """Evaluations of ``node`` before and after the one at ``key`` (infinity if there is none)."""
+        """Keys of the evaluations of ``node`` before and after the one at ``key``; minus and plus infinity for none."""
         runs = self.runs[node]
         at = bisect_left(runs, key)
         return runs[at - 1] if at else -math.inf, runs[at + 1] if at + 1 < len(runs) else math.inf
 
     def missing(self, node: int, key: float) -> list[tuple[int, float]]:
-        """Values that must be held longer if the evaluation at ``key`` is taken out, each with its last use before."""
+        """Values that must be held longer if the evaluation at ``key`` is dropped, each with its last use before."""
         before, after = self.around(node, key)
         return [
             (v, self.last_use(v, before, key)) for v in self.problem.writes[node] if self.last_use(v, key, after) > key
         ]
 
     def is_read(self, node: int, key: float) -> bool:
-        """Whether the evaluation at ``key`` must stay."""
+        """Whether the evaluation at ``key`` must stay: it is read, or the first of a node that may have an effect."""
         before, after = self.around(node, key)
         if before == -math.inf and self._once_only[node]:
             return True
         return any([self.last_use(v, key, after) > key for v in self.problem.writes[node]])
 
     def saved(self, node: int, key: float) -> float:
-        """Seconds of an evaluation and of the repeated ones that serve nothing else (`_FAR` of them at most)."""
+        """Seconds of an evaluation and of the repeated ones that serve nothing else (`_FAR` evaluations at most)."""
         problem = self.problem
         counted, stack, total = {key}, [(node, key)], 0.0
         while stack:
@@ -208,11 +210,11 @@ class Lives:
                 self._free(after, until)
 
     def _free(self, begin: float, end: float) -> None:
-        """There may be room between these keys."""
+        """Note that there may be new room between these keys."""
         self.freed = (min(self.freed[0], begin), max(self.freed[1], end))
 
     def _take(self, keys: Iterable[float]) -> None:
-        """Look again whose memory the results at these keys take (see `PlainProblem.taken`)."""
+        """Determine anew whose memory the results at these keys take (see `PlainProblem.taken`)."""
         problem = self.problem
         if not problem.overwrites:
             return
@@ -268,7 +270,7 @@ class Lives:
         self._take(ends)
 
     def drop(self, node: int, key: float) -> None:
-        """Do without the evaluation at ``key``, and without those that only served it."""
+        """Drop the evaluation at ``key``, and those that only served it."""
         problem, nbytes = self.problem, self.problem.nbytes
         ends: set[float] = set()
         unread = [(node, key)]
@@ -306,11 +308,12 @@ class Lives:
     def evict(self, spans: Iterable[Span], share: float = 0.0) -> bool:
         """Give values up in some spans and compute them again just in time for the use at the end of each.
 
-        What is computed again reads what is held at that moment, and beyond that is computed again itself: for this one use, or
-        for those as well that follow within a difference of keys of ``share``. The memory may then be above the budget.
+        What is computed again reads what is held at that moment; what is missing there is computed again too. It serves
+        this one use, and those that follow within a difference of keys of ``share``. The memory may be above a budget
+        afterwards.
 
         Returns:
-            ``False`` where a value that may not be would have to be computed again, or too many; `undo` what was done then.
+            ``False`` where a node would have to run again that may not, or too many would: the caller must `undo` then.
         """
         given: dict[int, list[tuple[float, float]]] = {}
         readers: dict[float, list[int]] = {}
@@ -342,7 +345,14 @@ class Lives:
     def _chain(
         self, values: list[int], key: float, given: dict[int, list[tuple[float, float]]], fresh: set[float]
     ) -> list[int] | None:
-        """Nodes to be evaluated just before ``key`` for values to be there, in order; what ``fresh`` ones made still is."""
+        """Nodes to evaluate, in order, just before ``key`` for values to be there; ``None`` if one may not run again.
+
+        Args:
+            values: what must be there.
+            key: of their use.
+            given: intervals in which values are given up.
+            fresh: keys of evaluations that were added before, whose results are still held.
+        """
         problem, producer = self.problem, self.problem.producer
         here: set[int] = set()
 
@@ -373,9 +383,9 @@ class Lives:
 
     @functools.cached_property
     def movable(self) -> list[int]:
-        """Values that may be given up and computed again, in the order of their making.
+        """Values that may be given up and computed again, in the order of their producers.
 
-        Of the backward too: where such a value is only used later, computing it later is for free.
+        Values of the backward are among them: where one is not used before, it is computed later instead, at no cost.
         """
         problem = self.problem
         found = [
@@ -386,7 +396,7 @@ class Lives:
         return [v for _, v in sorted(found) if v not in self.outputs]
 
     def span_at(self, value: int, key: float) -> Span | None:
-        """Where a value is held, at the evaluation ``key`` and at two or more in all, only to be used later."""
+        """The interval around ``key`` in which a value is only held for a later use; ``None`` if it is too short."""
         made, remade = self.copy_at(value, key)
         uses = self.uses[value]
         at = bisect_left(uses, key)
@@ -398,13 +408,16 @@ class Lives:
         return value, begin, uses[at]
 
     def spans(self, value: int) -> list[Span]:
-        """All stretches in which a value is held only to be used later."""
+        """All intervals in which a value is held for a later use only."""
         return [span for key in self.uses[value] if (span := self.span_at(value, key))]
 
     # -- filling up ---------------------------------------------------------------------------------------------------
 
     def fits(self, node: int, key: float, budget_bytes: int, until: float = math.inf) -> bool:
-        """Whether what the evaluation at ``key`` makes can be held from before instead; if from after ``until``, ``False``."""
+        """Whether the evaluation at ``key`` can be dropped, the copies before it being held longer, within a budget.
+
+        ``False`` without a closer look where these end after ``until``: no memory was given back there.
+        """
         nbytes, keys = self.problem.nbytes, self.keys
         blocked = self._blocked.setdefault(node, {})
         if key in blocked:
@@ -440,9 +453,10 @@ class Lives:
         return True
 
     def _no_longer_taken(self, node: int, key: float, missing: list[tuple[int, float]]) -> list[tuple[float, int]]:
-        """Where results need memory of their own once the evaluation at ``key`` is taken out.
+        """Keys at which results need memory of their own once the evaluation at ``key`` is dropped, and the values.
 
-        A value that is held longer is not taken where it used to die; one that comes from the forward then, not at all.
+        A value that is held longer cannot be overwritten where it used to die, and in the backward a copy that was made
+        in the forward cannot be overwritten at all.
         """
         if not self.taken:
             return []
@@ -456,7 +470,7 @@ class Lives:
         return found
 
     def price(self, node: int, key: float, charge: Charge | None = None, budget_bytes: int = 0) -> float:
-        """What is taken of the budget (bytes, or by ``charge``) for each second saved if the evaluation is taken out."""
+        """What dropping the evaluation at ``key`` takes of the budget (bytes, or as ``charge`` says) a second saved."""
         missing = self.missing(node, key)
         at = bisect_left(self.keys, key)
         begins = [(v, bisect_right(self.keys, last)) for v, last in missing]
@@ -473,9 +487,15 @@ class Lives:
         charge: Charge | None = None,
         bias: Callable[[float], float] | None = None,
     ) -> None:
-        """Take repeated evaluations out while the budget has room for what they make (see `_prune.keep_longer`).
+        """Drop repeated evaluations while the budget has room to hold their results longer (see `_prune.keep_longer`).
 
         Only where memory was given back since the last look (or `mark`, or the beginning) can there be new room.
+
+        Args:
+            budget_bytes: the most that may be held at any moment.
+            deadline: `clock` at which to stop.
+            charge: the price of held bytes; ``None`` for the bytes themselves.
+            bias: a factor for the price of an evaluation, by its key; prices are then not updated on the way.
         """
         changed = True
         while changed and clock() < deadline:

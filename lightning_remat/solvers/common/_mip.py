@@ -1,9 +1,9 @@
-"""The door to the solvers of python-mip, which run in a process of their own.
+"""Linear and integer programs for python-mip's solvers, built here and solved in another process (`_mip_process`).
 
-CBC crashes now and then (an access violation in its feasibility pump, say), and would take the training with it. It may search
-on long after its time. It sets the number of OpenMP's threads to one for the whole process, so that torch would compute on one
-core from then on, and reductions would have other bits. So a program is built here and solved there (`_mip_process`); where
-that process ends, nothing was found.
+CBC crashes now and then (with an access violation in its feasibility pump, for example), and would take the training
+with it. It may search on long after its time limit. And it sets the number of OpenMP threads of its whole process to
+one: torch would compute on one core from then on, and its reductions would round differently. If the process ends, the
+program has no answer.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ logger = logging.getLogger(__name__)
 DEFAULT = "CBC"
 
 GRACE_SECONDS = 10.0
-"""How long after its time a solver is waited for, beside as long again as that time: what it has found is lost then."""
+"""A solver is waited for twice its time limit, and these seconds; then it is killed, and what it has found is lost."""
 
 
 class Model:
     """A program that is built here, of python-mip's variables and expressions, and solved in another process.
 
-    That process is told at each `optimize` what has changed since the last, so that the solver goes on from there. Close it in
-    the end: the process is kept for the next one.
+    That process is told at each `optimize` what has changed since the last, so that the solver goes on from there.
+    `close` the model in the end: the process is kept for the next one.
 
     Args:
         solver: python-mip's name of the solver: "CBC", "HIGHS", "GRB".
@@ -52,12 +52,15 @@ class Model:
         threads, preprocess, max_mip_gap, max_mip_gap_abs: as those of ``mip.Model``.
         vars: the variables so far.
         status: how the last solve ended.
-        objective_value, objective_bound, num_solutions: what it found; not a number, likewise, and 0 where it found nothing.
+        objective_value, objective_bound, num_solutions: of the last solve; NaN, NaN and 0 where it found nothing.
+
+    Raises:
+        SolverError: when python-mip has no such solver here; perhaps not before the first `optimize`.
     """
 
     def __init__(self, solver: str = DEFAULT) -> None:
         self._process = _Process.idle_or_new(solver)
-        if self._process is not None:  # for one that nobody closes: variables and their model are reference cycles
+        if self._process is not None:  # for a model that nobody closes: with its variables it makes reference cycles
             self._unclosed = weakref.finalize(self, self._process.end)
             self._unclosed.atexit = False  # it ends with this process anyway
         self.threads, self.preprocess = 0, -1
@@ -137,14 +140,14 @@ class Model:
         """Solve what was built so far.
 
         Args:
-            seconds: the most that may take, by the solvers' clock.
-            relax: leave integrality out.
+            seconds: the most that it may take, by `clock`; see `program_limits`.
+            relax: whether integrality is left out.
 
         Returns:
-            The status; ``ERROR``, with a warning, where the solver fails or crashes, there and from then on.
+            The status; ``ERROR`` where the solver fails or crashes, with a warning, and at each call after that.
 
         Raises:
-            SolverError: when there is no such solver here.
+            SolverError: when python-mip has no such solver here.
         """
         self._answer = {}
         if self._process is None:
@@ -174,7 +177,7 @@ class Model:
             logger.warning("%s, %s: planning goes on without an answer to it", error, size)
             self.status = mip.OptimizationStatus.ERROR
             return self.status
-        except BaseException:  # an interrupt: it would search on
+        except BaseException:  # an interrupt: the process would search on
             process.end()
             raise
         self._process = process
@@ -199,7 +202,7 @@ class Model:
         return int(self._answer.get("solutions", 0))
 
     def close(self) -> None:
-        """Give the solver back, and with it its memory."""
+        """Free the program's memory, and keep the process for the next model."""
         if self._process is not None:
             self._unclosed.detach()
             self._process.rest()
@@ -207,14 +210,14 @@ class Model:
 
 
 class _Ended(Exception):
-    """The process has ended, or its solver has failed: the message is what a warning says."""
+    """The process has ended, or its solver has failed; the message is meant for a warning."""
 
 
 class _Process:
     """A process that has one program at a time, and is kept for the next."""
 
     _idle: ClassVar[defaultdict[int, list[_Process]]] = defaultdict(list)
-    """By the process that may ask them: one that was forked starts its own."""
+    """Idle processes by the id of the process that started them, since one that is forked must start its own."""
 
     @classmethod
     def idle_or_new(cls, solver: str) -> _Process | None:
@@ -253,7 +256,7 @@ class _Process:
         )
         self._owner = os.getpid()
         self._solver, self._stopped, self._begun = "", False, False
-        self._owed = 0  # answers that say no more than that an empty program is there
+        self._owed = 0  # answers still to come that only confirm that an empty program was made
         self._send({"path": _absolute_path()})
 
     def _begin(self, solver: str) -> None:
@@ -262,14 +265,14 @@ class _Process:
         self._owed += 1
 
     def _settle(self) -> None:
-        """Wait until the empty program is there."""
+        """Wait until the empty program has been made."""
         while self._owed:
             answer = self._receive()
             self._owed -= 1
             if "failed" in answer:
                 self.end()
                 reason = _last_line(answer["failed"])
-                if self._solver == DEFAULT:  # whoever plans has not asked for it by name
+                if self._solver == DEFAULT:  # the user has not asked for it by name
                     raise _Ended(f"{self._solver} cannot be loaded ({reason})")
                 raise SolverError(f"python-mip has no solver {self._solver!r} here: {reason}")
 
@@ -290,7 +293,7 @@ class _Process:
 
     @contextlib.contextmanager
     def _at_most(self, seconds: float) -> Iterator[None]:
-        """The process is killed if this is open for longer."""
+        """A context after whose ``seconds`` the process is killed."""
         late = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._stop)
         late.daemon = True
         try:
@@ -343,13 +346,13 @@ class _Process:
         self._process.kill()
 
     def rest(self) -> None:
-        """Forget the program, and wait for the next."""
+        """Have the process forget its program, and keep it for the next."""
         with contextlib.suppress(_Ended):
             self._send({"solver": None})
             self._idle[os.getpid()].append(self)
 
     def end(self) -> None:
-        if self._owner != os.getpid():  # of a process that was forked: it is not its own
+        if self._owner != os.getpid():  # this process was forked from the owner, and may not end it
             return
         self._process.kill()
         self._process.wait()

@@ -1,7 +1,7 @@
-"""A process that solves python-mip's programs for another one: `_mip` starts it by its path, so that it imports no torch.
+"""The process that solves python-mip's programs for `_mip`, which starts it by its path, so that it imports no torch.
 
-Requests come by the standard input, pickled, the first with the import path, and each that follows with what has changed in a
-program since the last. When the input ends, the other process has ended, and so does this one.
+Requests come by the standard input, pickled: the first has the import path, and each that follows what has changed in
+the program since the last. When the input ends, the other process has ended, and so does this one.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from array import array
 from typing import Any, BinaryIO
 
 IDLE_SECONDS = 300.0
-"""A process that has no program, and is given none for so long, ends."""
+"""A process that has no program and is given none for so many seconds ends."""
 
 BEGINNING = b"\0lightning_remat\0"
-"""What comes before the first answer: an interpreter may have printed something when it started."""
+"""Bytes before the first answer, after what the interpreter may have printed when it started."""
 
 LONGEST_SECONDS = 1e9
-"""Stands for no time limit: python-mip does not tell CBC of an infinite one, and the one before would stay."""
+"""Stands for no time limit: python-mip does not pass an infinite one on to CBC, which would keep its last one."""
 
 
 def main() -> None:
@@ -36,7 +36,7 @@ def main() -> None:
     requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(os.fdopen(os.dup(0), "rb"), requests), daemon=True).start()
     sys.path[:] = requests.get()["path"]
-    os.chdir(os.sep)  # the one that it was started in may be removed, and CBC crashes then
+    os.chdir(os.sep)  # the folder that it was started in may be removed, and CBC would crash then
     model = None
     while True:
         try:
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _listen(stream: BinaryIO, requests: queue.SimpleQueue[dict[str, Any]]) -> None:
-    """Not left to the thread that solves: a search would go on after the other process has ended."""
+    """Queue requests, in a thread of its own: that the other process ends must be noticed during a search, too."""
     try:
         while True:
             requests.put(pickle.load(stream))
@@ -70,7 +70,7 @@ def _listen(stream: BinaryIO, requests: queue.SimpleQueue[dict[str, Any]]) -> No
 
 
 def _new(solver: str) -> Any:
-    """An empty program, which has been solved once with an integer: CBC solves its relaxations twice as fast from then on."""
+    """An empty program, solved once with an integer variable in it: CBC then solves its relaxations twice as fast."""
     mip = importlib.import_module("mip")
     model = mip.Model(sense=mip.MINIMIZE, solver_name=solver)
     model.verbose, preprocess = 0, model.preprocess

@@ -27,7 +27,7 @@ class NodeSequence:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Peak in bytes, time in seconds, and the position in the sequence where the peak occurs (-1: none)."""
+    """Peak in bytes, time in seconds, and the first position in the sequence with that peak (-1: no node runs)."""
 
     peak_bytes: int
     seconds: float
@@ -39,9 +39,10 @@ class PlainProblem:
     """Nodes and values as plain data: all that a solver needs, with no graph behind it (a coarser problem has none).
 
     Attributes:
-        reads: value indices that each node reads (whatever the caller holds is left out).
+        reads: value indices that each node reads (what the caller holds all through the step is left out).
         writes: value indices that each node allocates.
-        seconds, workspace: of each node.
+        seconds: time of one evaluation of each node.
+        workspace: bytes that each node holds while it runs, beside its reads and writes.
         is_backward: whether each node belongs to the backward.
         recomputable: whether each node may be evaluated more than once.
         random: whether each node draws random numbers.
@@ -53,9 +54,10 @@ class PlainProblem:
         forward_outputs: values the caller keeps from the boundary on.
         forward_transient: values that must exist at the boundary only.
         finals: values that must exist at the end (gradients).
-        base_bytes: held all through the step.
-        forward_extra_bytes: held until the boundary, beside.
-        overwrites: values whose memory each node's result may take where they die.
+        base_bytes: bytes held all through the step.
+        forward_extra_bytes: bytes held until the boundary, beside ``base_bytes``.
+        overwrites: values whose memory the first result of each node may take if they die there (an empty list: of
+            none).
     """
 
     reads: list[tuple[int, ...]]
@@ -108,12 +110,14 @@ class PlainProblem:
     # -- what a sequence costs ----------------------------------------------------------------------------------------
 
     def last_uses(self, sequence: NodeSequence) -> list[list[int]]:
-        """Values given up after each position of ``sequence`` (one list a position, and one for the moment before all).
+        """Values freed after each position of ``sequence`` (one list a position, and one for the moment before all).
 
-        Entry ``i + 1`` belongs to position ``i``. Values that the caller holds or that must exist at the end are absent.
+        Entry ``i + 1`` belongs to position ``i``. Values that the caller holds or that must exist at the end are
+        absent, but for surplus copies that are made while the caller holds one. Linear in the reads and writes of the
+        sequence.
 
         Raises:
-            GraphError: when a node reads a value that was never computed before it.
+            GraphError: when a value is read, handed out, or needed at the end, and was never computed before.
         """
         count = len(sequence.nodes)
         frees: list[list[int]] = [[] for _ in range(count + 1)]
@@ -158,10 +162,10 @@ class PlainProblem:
                 raise GraphError(f"{self.value_name(v)} must exist when the forward ends and is never computed")
             last[v] = forever
         for v in self.tangents:
-            last[v] = max(position - 1, 0)  # a tangent that nobody reads is given up at once
+            last[v] = max(position - 1, 0)  # a tangent that nobody reads is freed at once
 
     def taken(self, sequence: NodeSequence, frees: list[list[int]]) -> dict[int, int]:
-        """By position, the value whose memory the result there takes: one that dies there, made on the same side.
+        """By position, the value whose memory the result there takes: it dies there, and was made on the same side.
 
         Args:
             sequence: the sequence.
@@ -186,7 +190,11 @@ class PlainProblem:
         return found
 
     def evaluate(self, sequence: NodeSequence) -> Evaluation:
-        """Peak and time of ``sequence`` with every value freed after its last use."""
+        """Peak and time of ``sequence`` with every value freed after its last use.
+
+        Raises:
+            GraphError: as `last_uses`.
+        """
         memory = self.memory(sequence)
         peak = max(memory, default=max(self.at_start_bytes, self.base_bytes + self.tangent_bytes))
         seconds = self.seconds
@@ -194,20 +202,20 @@ class PlainProblem:
 
     @property
     def at_start_bytes(self) -> int:
-        """Held before anything has run."""
+        """Bytes held before anything has run."""
         return self.base_bytes + self.forward_extra_bytes
 
     @property
     def tangent_bytes(self) -> int:
-        """Of what the caller hands in when the backward begins."""
+        """Bytes of the tangents, which the caller hands in when the backward begins."""
         return sum([self.nbytes[v] for v in self.tangents])
 
     def memory(
         self, sequence: NodeSequence, frees: list[list[int]] | None = None, taken: dict[int, int] | None = None
     ) -> list[int]:
-        """Bytes held while the node at each position runs; its `last_uses` and what is `taken` may be given.
+        """Bytes held while the node at each position runs; `last_uses` and `taken` are computed unless they are given.
 
-        A forward or a backward of views alone has no position: what is held there counts at the one next to it.
+        A forward or a backward of views alone has no position: what is held there counts at the position next to it.
         """
         frees = self.last_uses(sequence) if frees is None else frees
         taken = self.taken(sequence, frees) if taken is None else taken
@@ -231,12 +239,15 @@ class PlainProblem:
 
 
 class Problem(PlainProblem):
-    """A computation graph with its views contracted.
+    """A computation graph with its views contracted: the problem that `solve` hands to a method.
 
     Attributes:
         graph: the graph.
         ops: op index of each node; nodes keep the captured order.
         storage: storage index of each value.
+
+    Raises:
+        GraphError: on construction, when a forward output is produced in the backward.
     """
 
     def __init__(self, graph: ComputationGraph) -> None:
@@ -353,7 +364,11 @@ class Problem(PlainProblem):
         return NodeSequence(tuple(node for _, node in ran), sum([at < schedule.boundary for at, _ in ran]))
 
     def expand(self, sequence: NodeSequence) -> Schedule:
-        """The schedule over ops and tensors: views where they are used, frees as early as they can be."""
+        """The schedule over ops and tensors: views where they are used, frees as early as they can be.
+
+        Raises:
+            GraphError: when the sequence reads what is not there.
+        """
         graph = self.graph
         frees = self.last_uses(sequence)
         taken = self.taken(sequence, frees)

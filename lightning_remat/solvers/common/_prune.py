@@ -1,9 +1,10 @@
-"""Shorter sequences for the same work: what nobody reads is dropped, and what the budget has room for is kept.
+"""Shorter sequences for the same work: unread evaluations are dropped, and repeated ones that the budget can avoid.
 
-Solvers that plan on a coarser problem, or without looking at the budget, repeat more than they must. Both passes here only
-take evaluations out, so the order of what remains is theirs. Neither is optimal: `keep_longer` is greedy, the evaluation
-that saves the most seconds for what it takes of the budget goes first. What that is may be told in several ways (`CHARGES`):
-bytes say nothing of when they are held, and a budget is short at few moments. Which is best differs from graph to graph.
+Solvers that plan on a coarser problem, or without looking at the budget, repeat more than they must. Both passes here
+only take evaluations out, so the order of what remains is the solver's. Neither is optimal: `keep_longer` is greedy,
+and drops the evaluation first that saves the most seconds for what it takes of the budget. That is priced in one of
+several ways (`CHARGES`): the same bytes cost little where memory is free, and much at the few moments where the budget
+is tight. Which way is best differs from graph to graph.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem
 def drop_unused(problem: PlainProblem, sequence: NodeSequence) -> NodeSequence:
     """The sequence without the evaluations whose outputs nobody reads before they are computed again.
 
-    First evaluations of random nodes, and those of nodes that may run once only, stay: they may have effects.
+    First evaluations of random nodes, and those of nodes that may run only once, stay: they may have effects.
     """
     outputs = frozenset(problem.forward_outputs)
     first: dict[int, int] = {}
@@ -53,12 +54,12 @@ def once(problem: PlainProblem) -> NodeSequence:
 
 
 def required(problem: PlainProblem) -> list[int]:
-    """Nodes that every schedule evaluates, in order: something the step hands out, or an effect, depends on each."""
+    """Nodes that every schedule evaluates, in captured order: a result of the step, or an effect, depends on each."""
     return list(once(problem).nodes)
 
 
 def resting_bytes(problem: PlainProblem) -> int:
-    """Held whatever the schedule while no node runs: at the start, and as a backward without nodes (of views alone) begins."""
+    """Bytes held whatever the schedule while no node runs: at the start, and as a backward of views alone begins."""
     if any(problem.is_backward):
         return problem.at_start_bytes
     kept = {*problem.forward_outputs, *problem.finals} if required(problem) else problem.tangents
@@ -75,7 +76,8 @@ CHARGES: dict[str, Charge | None] = {
     "root_slack": lambda extra, held, budget_bytes: extra / math.sqrt(max(1, budget_bytes - int(held.max()))),
     "tight_moments": _tight_moments,
 }
-"""The ways of telling: bytes, bytes over what is free at the tightest moment or its root, bytes for each tight moment."""
+"""Ways to price bytes held longer: the bytes; the bytes over those that are free at the tightest moment, or over their
+root; the bytes times the sum, over the moments, of the eighth power of the share of the budget that is held."""
 
 
 def keep_longer(
@@ -86,15 +88,16 @@ def keep_longer(
     charge: str = "bytes",
     bias: Callable[[float], float] | None = None,
 ) -> NodeSequence:
-    """The sequence without the repeated evaluations that the budget has room to avoid.
+    """The sequence without the repeated evaluations that the budget has room to avoid, by holding values longer.
 
     Args:
         problem: the problem.
         sequence: a sequence within the budget.
         budget_bytes: the most that may be held at any moment.
         deadline: `clock` at which to stop; the sequence is valid and within the budget at any moment.
-        charge: which of `CHARGES` says what an evaluation's results take of the budget.
-        bias: a factor for the price of each evaluation, such as a random one; the order is then by the prices at the start.
+        charge: which of `CHARGES` prices what holding an evaluation's results takes of the budget.
+        bias: a factor for the price of an evaluation, by its key (`Lives`), such as a random one; the order is then by
+            the prices at the start.
     """
     lives = Lives(problem, sequence)
     lives.fill(budget_bytes, deadline, CHARGES[charge], bias)
@@ -104,7 +107,7 @@ def keep_longer(
 def finish(
     problem: PlainProblem, sequences: Sequence[NodeSequence], budget_bytes: int, deadline: float, most: int = 6
 ) -> NodeSequence | None:
-    """The cheapest of some sequences within the budget, when what is left of it has been filled up."""
+    """The cheapest of sequences within a budget after `keep_longer` on the ``most`` cheapest; ``None`` without any."""
     distinct = {sequence.nodes: sequence for sequence in sequences}
     ranked = sorted(distinct.values(), key=lambda sequence: problem.evaluate(sequence).seconds)
     filled = ranked[:1]

@@ -20,7 +20,7 @@ from lightning_remat.solvers.common._prune import required, resting_bytes
 from lightning_remat.solvers.common._solution import Solution, Status
 
 ANY_ORDER = "any schedule, in any order"
-"""Scope of the bound that holds always: every op that the results depend on must run at least once."""
+"""Scope of the trivial bound: every op that the results depend on must run at least once."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Answer:
         sequence: nodes in order; ``None`` if none was found within the budget.
         status: all but `Status.OPTIMAL` and `Status.FEASIBLE` come without a sequence.
         lower_bound_seconds: 0 where the algorithm proves none of its own.
-        bound_scope: what that bound holds for.
+        bound_scope: the schedules that this bound holds for, in words.
         method: a finer name where one method chose among several ("" otherwise).
         notes: what happened, for people.
     """
@@ -112,7 +112,7 @@ def solve(
         method: one of `available()`.
         time_limit: seconds the method may take.
         work_limit: seconds of counted work that it may do: the answer is the same on every machine that is fast enough for
-            the time limit. ``None`` to go by time alone.
+            the time limit (see `lightning_remat.solvers.common._clock`). ``None`` to go by time alone.
         known: a solution of the same graph within the budget, if there is one: the answer is never dearer. Methods with a
             keyword ``known`` ("auto") go on from it.
         **options: the method's own options (`options_of`).
@@ -123,6 +123,8 @@ def solve(
     Raises:
         SolverError: for an unknown method or option, or another package's method that cannot be loaded.
         BudgetError: for a budget that is not a positive whole number of bytes, or a limit that is not positive.
+        GraphError: for a graph whose forward outputs are produced in the backward.
+        ScheduleError: when the answer breaks a rule or the budget: a defect of the method, or ``known`` is not as said.
     """
     if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes <= 0:
         raise BudgetError(f"a budget of {budget_bytes!r}: solve() takes a positive whole number of bytes")
@@ -151,7 +153,11 @@ def solve(
 
 
 def run_algorithm(method: str, problem: PlainProblem, budget_bytes: int, deadline: float, **options: Any) -> Answer:
-    """One algorithm on a problem that exists already: what a portfolio calls."""
+    """Run one algorithm on a problem that exists already, without verifying its answer: what a portfolio calls.
+
+    Raises:
+        SolverError: for an unknown method, another package's that cannot be loaded, or options that make no sense.
+    """
     return METHODS.get(method)(problem, budget_bytes, deadline=deadline, **options)
 
 
@@ -164,7 +170,11 @@ def solution_of(
     options: Mapping[str, Any],
     started: float,
 ) -> Solution:
-    """An answer, expanded to a schedule, verified and bounded."""
+    """An answer, expanded to a schedule and verified, with the trivial bound where its own is no larger.
+
+    Raises:
+        ScheduleError: when the schedule breaks a rule or the budget.
+    """
     once = sum(problem.seconds[n] for n in required(problem))  # these run at least once: no schedule is faster
     bound, scope = once, ANY_ORDER
     if answer.lower_bound_seconds > once:

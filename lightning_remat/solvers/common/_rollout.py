@@ -1,8 +1,8 @@
-"""From a choice of values to keep to a whole schedule.
+"""From a set of values to keep to a whole schedule.
 
 Forward nodes run once, in the captured order. Backward nodes run in the captured order too, and whatever they need that
-was not kept is computed again just in time, recursively, from what was. This is checkpointing as everyone knows it
-(Chen et al. 2016), carried to any graph and any set of values.
+was not kept is computed again just in time, recursively, from what was. This is checkpointing (Chen et al. 2016) for
+any graph and any set of values.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def rollout(problem: PlainProblem, keep: Iterable[int], forget: Collection[int] 
 
     Args:
         problem: the problem.
-        keep: values that are not computed again. Outputs of nodes that may not be evaluated twice, and what the caller
-            holds, count as kept whether listed or not.
+        keep: values that are not computed again. Outputs of nodes that may run only once, and what the caller holds,
+            count as kept whether listed or not.
         forget: values that, once computed again, serve the one backward node that asked for them only; all others stay
             until their last use.
 
@@ -62,7 +62,7 @@ def rollout(problem: PlainProblem, keep: Iterable[int], forget: Collection[int] 
 
 
 def candidates(problem: PlainProblem) -> list[Keep]:
-    """What may be kept together: each forward value that a backward node may need, and all outputs of one node."""
+    """Sets of values to keep or not: each forward value that is read and recomputable, and all such of one node."""
     found: dict[Keep, None] = {}
     for node in range(problem.boundary):
         if problem.recomputable[node]:

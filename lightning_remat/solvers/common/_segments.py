@@ -1,7 +1,7 @@
 """Segments of the forward, and the values that cross from one to the next (Chen et al. 2016, section 4).
 
-Chen et al. state them for a chain, where one value crosses each end. Here the nodes are taken in the captured order, and all
-values that a later forward node reads cross.
+Chen et al. state them for a chain, where one value crosses the end of a segment. Here the nodes are taken in the
+captured order, and all values that a later forward node reads cross.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ def segment_ends(count: int, segments: int) -> list[int]:
 
 
 def greedy_ends(problem: PlainProblem, candidates: Sequence[int], b: float) -> list[int]:
-    """Algorithm 3: the candidates at which more than ``b`` bytes were written since the one before, the last node left out.
+    """Segment ends by Algorithm 3 of Chen et al.: candidates with over ``b`` bytes written since the end before.
+
+    The last forward node never is one.
 
     Args:
         problem: the problem.
         candidates: forward positions, in order.
-        b: bytes.
+        b: bytes of a segment, about.
     """
     ends: list[int] = []
     written, following = 0, 0
@@ -82,9 +84,9 @@ def fastest_fitting(problem: Problem, budget_bytes: int, sequences: Iterable[Nod
 
 
 def crossing_values(problem: PlainProblem) -> list[list[int]]:
-    """For each forward position, the values that are written up to it and read by a later forward node.
+    """For each forward position, the values written up to it that a later forward node reads or the caller is handed.
 
-    What the forward must hold anyway at the moment after node ``p`` has run: a block boundary is where this is small.
+    That is what the forward must hold in any case after that node has run: block boundaries are where it is small.
     """
     boundary = problem.boundary
     last_read = [-1] * len(problem.nbytes)

@@ -1,4 +1,4 @@
-"""What a solver returns."""
+"""What `solve` returns: a verified schedule, its cost, how the solve ended, and a lower bound."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class Solution:
     Attributes:
         schedule: the schedule, verified; ``None`` if none was found.
         status: how the solve ended.
-        seconds: time of one step under the schedule; ``inf`` without one.
-        peak_bytes: its peak; 0 without one.
+        seconds: time of one step under the schedule, the sum of its evaluations'; ``inf`` without one.
+        peak_bytes: its peak, as `verify` finds it; 0 without one.
         lower_bound_seconds: no schedule in ``bound_scope`` that stays within the budget is faster.
-        bound_scope: the schedules that the bound holds for.
+        bound_scope: the schedules that the bound holds for, in words.
         solve_seconds: wall time of the solve.
-        method: the solver's registered name (for ``auto``: which method won, such as ``"auto:greedy"``).
+        method: the solver's registered name (for ``"auto"`` with the method that won, such as ``"auto:greedy"``).
         options: the options it ran with.
         notes: what happened on the way, for people (methods tried, fallbacks and why).
     """
@@ -67,7 +67,10 @@ class Solution:
 
     @property
     def gap(self) -> float:
-        """How far the schedule can be from the bound: ``seconds / lower_bound_seconds - 1`` (``inf`` without a schedule)."""
+        """How far the schedule can be from the bound: ``seconds / lower_bound_seconds - 1``, never negative.
+
+        ``inf`` without a schedule, and where the bound is 0 and the time is not.
+        """
         if self.schedule is None:
             return float("inf")
         if self.lower_bound_seconds <= 0:
@@ -75,7 +78,11 @@ class Solution:
         return max(0.0, self.seconds / self.lower_bound_seconds - 1.0)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON, of a solution with a schedule."""
+        """Plain data, ready for JSON, of a solution with a schedule.
+
+        Raises:
+            SolverError: for a solution without a schedule.
+        """
         if self.schedule is None:
             raise SolverError("a solution without a schedule is not written: there is nothing to come back to")
         return {

@@ -1,7 +1,7 @@
 """Schedules in stages: stage t evaluates node t for the first time, after evaluating again any of the nodes before it.
 
-The matrix R of Checkmate (Jain et al. 2020, section 4.6) says what each stage evaluates, in the captured order and each node at
-most once. Moccasin's events are in stages as well.
+These are Checkmate's frontier-advancing stages (Jain et al. 2020, section 4.6): row t of the matrix R says what stage t
+evaluates, in the captured order and each node at most once. Moccasin's events lie in such stages as well.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StagesResult:
 
 
 def from_stages(problem: PlainProblem, stages: Stages) -> NodeSequence:
-    """Row-major scan of R (Algorithm 1; frees follow from last uses)."""
+    """The sequence of a row-major scan of R (Algorithm 1 of section 4.9; frees follow from last uses)."""
     nodes = [node for row in stages for node in sorted(row)]
     return NodeSequence(tuple(nodes), sum([len(row) for row in stages[: problem.boundary]]))
 
@@ -57,7 +57,7 @@ def to_stages(problem: PlainProblem, sequence: NodeSequence) -> Stages:
 
 
 def last_useful_stages(problem: PlainProblem, readers: Sequence[Iterable[int]]) -> list[int]:
-    """Last stage in which evaluating each node can serve a read, the boundary or the end; not below its own number.
+    """By node, the last stage in which evaluating it can serve a read, the boundary or the end; its own stage at least.
 
     Args:
         problem: the problem.

@@ -1,4 +1,4 @@
-"""Working sets: the bytes that an op needs while it runs, whatever the schedule."""
+"""Working sets: the bytes that must be held while an op runs, whatever else a schedule keeps."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from lightning_remat.solvers.common._prune import required
 
 
 def alone_bytes(problem: PlainProblem, node: int) -> int:
-    """Bytes that must be held while ``node`` runs, whatever the schedule."""
+    """Bytes that must be held while ``node`` runs in any schedule that gives each result memory of its own."""
     own = sum([problem.nbytes[v] for v in (*problem.reads[node], *problem.writes[node])])
     return problem.base_bytes + own + problem.workspace[node]
 
 
 def least_bytes(problem: PlainProblem, node: int) -> int:
-    """Bytes that must be held while ``node`` runs, also where its result takes the memory of one of its inputs.
+    """Bytes that must be held while ``node`` runs in any schedule, its result taking the memory of an input if it may.
 
-    While the backward runs the caller holds what the forward has handed out.
+    While the backward runs, the caller holds what the forward has handed out.
     """
     taken = max([problem.nbytes[v] for v in problem.overwrites[node]], default=0) if problem.overwrites else 0
     own = {*problem.reads[node], *problem.writes[node]}
@@ -24,7 +24,7 @@ def least_bytes(problem: PlainProblem, node: int) -> int:
 
 
 def largest_bytes(problem: PlainProblem) -> tuple[int, int | None]:
-    """Bytes that no schedule can do without, and the node that needs them while it runs (``None``: there are no nodes)."""
+    """The largest working set, in bytes, below which no schedule's peak lies, and its node; ``None`` without nodes."""
     return max([(least_bytes(problem, node), node) for node in required(problem)], default=(0, None))
 
 

@@ -1,9 +1,10 @@
 """The method "descent": from schedules that hold too much, down to the budget, moment by moment.
 
-At the moment of the peak, what is held there without being used is given up and computed again later (`evict`): all of it, or
-the largest value whose loss lowers the peak. That is repeated until the peak is low enough or no single step lowers it. Such
-schedules repeat far more than they must; `keep_longer` takes back what the budget has room for. Descents begin at what the
-program of "crossing" holds for small amounts of bytes, and at the greedy's block boundaries.
+At the moment of the peak, what is held there without being used is given up and computed again later (`lower_peak`):
+all of it, or the largest value whose loss lowers the peak. That is repeated until the peak is low enough or no single
+step lowers it. Such schedules repeat far more than they must; `keep_longer` drops the repetitions that the budget has
+room to avoid. Descents begin at what the program of "crossing" holds for small amounts of bytes, and at the block
+boundaries of "greedy".
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from lightning_remat.solvers.common._working_set import needs_more
 from lightning_remat.solvers.heuristics._greedy import starts
 
 SHARES = (0.5, 0.25, 0.125, 0.06, 0.03, 0.0)
-"""Of the bytes that the backward can ask back: what is held at the crossing where descents begin."""
+"""Shares of the bytes of all forward values that are held at the crossing where descents begin."""
 
 
 def beginnings(problem: PlainProblem, deadline: float, solver: str = "CBC") -> Iterator[NodeSequence]:
-    """Schedules to descend from."""
+    """Schedules to descend from: some by the program of "crossing", then some by block boundaries."""
     with contextlib.closing(CrossingProgram(problem, solver)) as program:
         for share in SHARES:
             left = deadline - clock()
@@ -48,7 +49,7 @@ def descent(problem: Problem, budget_bytes: int, *, deadline: float, enough: int
         budget_bytes: the most that may be held at any moment.
         deadline: `clock` at which to stop.
         enough: how many schedules within the budget are enough.
-        attempts: how many of them are filled up.
+        attempts: how many of them, the cheapest, `keep_longer` is run on.
     """
     if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:
         return Answer(once(problem), Status.OPTIMAL)

@@ -1,10 +1,10 @@
-"""Block-wise greedy: block boundaries kept, the rest chosen by time saved a byte, on the exact peak.
+"""The method "greedy": values at block boundaries are kept, others chosen by time saved a byte, within the exact peak.
 
-Keeping what crosses block boundaries is what makes low budgets feasible: without it, whatever is evicted is computed again
-from the start of the network. Where the blocks are is read off the graph: at a good boundary few bytes of the forward's own
-values are in flight. Several sets of boundaries are tried, coarse and fine. Each that fits is then filled up: the value
-(or all values of one node) that saves the most time for its bytes is kept next, as long as the exact peak stays within the
-budget. Nothing here is optimal; the bound that it reports is the trivial one.
+Keeping what crosses block boundaries is what makes low budgets feasible: without it, whatever is evicted is computed
+again from the start of the network. Where the blocks are is read off the graph: at a good boundary few bytes of the
+forward's own values are in flight. Several sets of boundaries are tried, coarse and fine. To some of those that fit,
+more values are added: the value (or all values of one node) that saves the most time for its bytes is kept next, as
+long as the exact peak stays within the budget. Nothing here is optimal, and no bound is proven.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from lightning_remat.solvers.common._solution import Status
 def boundary_sets(problem: PlainProblem, strides: Iterable[int] = (1, 2, 3, 4, 6, 8, 12)) -> Iterator[Keep]:
     """Sets of values that cross block boundaries, from fine to coarse, each once.
 
-    A position is a boundary at a level where at most that many bytes cross it; the levels are those of the local minima.
-    Every stride-th boundary is used.
+    The bytes that cross the positions have local minima, whose values are the levels. At each level, positions that no
+    more bytes cross are boundaries, of which every stride-th is used.
     """
     crossing = crossing_values(problem)
     size = [sum([problem.nbytes[v] for v in values]) for values in crossing]
@@ -48,7 +48,7 @@ def boundary_sets(problem: PlainProblem, strides: Iterable[int] = (1, 2, 3, 4, 6
 
 
 def fill(problem: PlainProblem, keep: Keep, budget_bytes: int, deadline: float) -> Keep:
-    """Keep more values, those first that save the most time for their bytes, while the exact peak stays in the budget."""
+    """Keep more values, those first that save the most time a byte, while the exact peak stays within the budget."""
     seconds = problem.seconds
     nbytes = problem.nbytes
 
@@ -85,7 +85,7 @@ def fill(problem: PlainProblem, keep: Keep, budget_bytes: int, deadline: float) 
 
 
 def starts(problem: PlainProblem, deadline: float) -> list[tuple[Evaluation, Keep]]:
-    """Every set of boundaries with what its schedule costs, fastest first."""
+    """Sets of boundaries, each with the peak and time of its schedule, the fastest first."""
     found = []
     for keep in boundary_sets(problem):
         found.append((problem.evaluate(rollout(problem, keep)), keep))
@@ -95,10 +95,10 @@ def starts(problem: PlainProblem, deadline: float) -> list[tuple[Evaluation, Kee
 
 
 def smallest(problem: PlainProblem, deadline: float) -> tuple[Evaluation, NodeSequence]:
-    """The schedule of the smallest peak that this method finds: what ``budget="min"`` means.
+    """The schedule of the smallest peak that this method finds; `find_smallest`, which begins here, finds smaller ones.
 
-    From the best set of boundaries, values in flight at the peak are given up, or forgotten right after use, as long as
-    the peak falls.
+    From each of the best three sets of boundaries, single values that are idle at the peak are kept or not, or computed
+    again for each reader, as long as the peak falls.
     """
     options = sorted(starts(problem, deadline), key=lambda item: (item[0].peak_bytes, item[0].seconds))
     captured = problem.evaluate(problem.captured)
@@ -135,7 +135,7 @@ def smallest(problem: PlainProblem, deadline: float) -> tuple[Evaluation, NodeSe
 
 
 def alive_at(problem: PlainProblem, sequence: NodeSequence, position: int) -> list[int]:
-    """Forward values in memory at a position that the node there neither reads nor writes, largest first."""
+    """Forward values in memory at a position that the node there neither reads nor writes, the largest first."""
     if position < 0:
         return []
     frees = problem.last_uses(sequence)
@@ -158,7 +158,8 @@ def greedy(problem: Problem, budget_bytes: int, *, deadline: float, attempts: in
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
         deadline: `clock` at which to stop.
-        attempts: how many sets of boundaries are filled up (the fastest of those that fit, the smallest, and between).
+        attempts: to how many sets of boundaries more values are added: of those that fit the fastest, the slowest, and
+            others evenly between.
     """
     if problem.evaluate(problem.captured).peak_bytes <= budget_bytes:
         return Answer(problem.captured, Status.FEASIBLE)

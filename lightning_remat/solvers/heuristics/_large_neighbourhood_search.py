@@ -1,10 +1,11 @@
-"""Large neighbourhood search: give up some of what a schedule holds, compute it again, and fill the budget up anew.
+"""Large neighbourhood search: give up some of what a schedule holds, compute it again, and spend the freed memory anew.
 
-A schedule that any method found is a good start and seldom the end: methods decide by blocks, by sets of kept values, or by
-what is held at one moment. Here some held values are given up between two uses (`Lives.evict`), for a random moment or a random
-stretch of the step, and `Lives.fill` spends the room on what is worth most, in one of its ways, in a slightly random order,
-and sometimes on everything else first: else most attempts end where they began. A schedule that is no dearer is gone on from.
-All of it is judged by the exact peak.
+A schedule that another method found can mostly be improved, since methods decide by blocks, by sets of kept values, or
+by what is held at one moment. Here some values are given up between two uses and computed again (`Lives.evict`), at a
+random moment or in a random stretch of the step. Then `Lives.fill` spends the freed memory on dropping repeated
+evaluations, by one of `CHARGES` and in a slightly random order, sometimes with those that were just added last:
+otherwise most attempts would end where they began. A schedule that is no dearer becomes the next one to change. Peaks
+are always exact.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem
 from lightning_remat.solvers.common._prune import CHARGES, drop_unused
 
 WINDOWS = (0.03, 0.08, 0.2)
-"""Shares of the step whose values are given up together."""
+"""Half widths of the stretch of the step whose values are given up together, as shares of `Lives.movable`."""
 
 SPREADS = (0.0, 0.0, 0.3, 0.7)
-"""Spreads of the random factors of prices, as powers of two."""
+"""Standard deviations of the exponents in the random powers of two that prices are multiplied by."""
 
 RELUCTANCES = (1.0, 8.0, 1000.0)
-"""Factors of the prices of keeping what was given up."""
+"""Factors of the prices of dropping evaluations that were just added: the larger, the later these are considered."""
 
 
 def improve(
@@ -36,14 +37,14 @@ def improve(
     patience: int | None = None,
     seed: int = 0,
 ) -> tuple[NodeSequence, int]:
-    """Search around a sequence within the budget.
+    """Search around a sequence within the budget for cheaper ones, to the deadline or until ``patience`` runs out.
 
     Args:
         problem: the problem.
         sequence: where to begin.
         budget_bytes: the most that may be held at any moment.
         deadline: `clock` at which to stop.
-        patience: attempts without success after which to stop; ``None`` for some hundreds, and some for each node.
+        patience: attempts without success after which to stop; ``None`` for 200 and four more for each node.
         seed: of the random numbers.
 
     Returns:
@@ -75,7 +76,7 @@ def improve(
 
 
 def _neighbourhood(lives: Lives, generator: random.Random) -> list[Span]:
-    """Some of the values that are held at one moment, or that come from one stretch of the step."""
+    """Some of the intervals in which values are idle at one moment, or of values made in one stretch of the step."""
     values = lives.movable
     if generator.random() < 0.5:
         key = generator.choice(lives.keys)
@@ -88,7 +89,7 @@ def _neighbourhood(lives: Lives, generator: random.Random) -> list[Span]:
 
 
 def _bias(lives: Lives, generator: random.Random) -> Callable[[float], float] | None:
-    """Factors of prices: random ones, and larger ones for what was just given up."""
+    """Factors of prices by key: random ones, and larger ones for what was just added; ``None``: no factors."""
     spread, reluctance = generator.choice(SPREADS), generator.choice(RELUCTANCES)
     if not spread and reluctance == 1.0:
         return None

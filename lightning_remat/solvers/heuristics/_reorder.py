@@ -1,14 +1,16 @@
-"""The backward in another order, so that what it cannot do without peaks lower.
+"""The backward in another order, in which the memory that no choice of kept values can save peaks lower.
 
-Whatever is kept of the forward, or computed again, the backward's own values are there: gradients on their way, and what an op
-takes while it runs. Where branches join, their order matters. A gradient of one branch waits while the other runs, and the
-branch with the largest working set had better run while the least waits (Sethi and Ullman 1970, on trees). The captured order
-is autograd's, which does not look at memory, and methods that keep to it cannot go below what it takes.
+Whatever is kept of the forward, or computed again, the backward needs its own values: gradients that wait to be read,
+and what an op takes while it runs. Where branches join, their order matters. A gradient of one branch waits while the
+other runs, and the branch with the largest working set had better run while the least waits (Sethi and Ullman 1970, on
+trees). The captured order is autograd's, which does not look at memory, and methods that keep to it cannot go below
+what it takes.
 
-`backward_memory` is what is left of a step in which the forward's values are there only while they are read. From its largest
-moment on, single nodes are moved: the one that runs there to where its inputs are ready or less waits, what makes a waiting
-value to where it is used. A move that lowers the moments near the largest stays. Results do not change: each op reads what
-it read before. Random ops, and those that may run once only, stay where they are.
+`backward_memory` is the memory of a backward in which values of the forward are held only while they are read. At its
+largest moments, in order, single nodes are moved: the node that runs there back to where its inputs are ready or less
+waits, or the producer of a value that waits there forward to the first use of the value. A move that lowers a sum over
+all moments, in which the largest count most, stays. Results do not change: each op reads what it read before. Random
+ops, and those that may run only once, stay where they are.
 """
 
 from __future__ import annotations
@@ -19,20 +21,20 @@ from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem
 
 NEAR = 0.8
-"""Share of the largest moment down to which moments are looked at."""
+"""Moments at which less than this share of the largest memory is held are not looked at."""
 
 SHARPNESS = 12
-"""Power of memory whose sum is lowered: high, so that the largest moments count, and low, so that others count too."""
+"""The power of the memory at each moment whose sum is lowered: so high that the largest moments count most."""
 
 WAITING = 6
-"""Values that wait at a moment, from the largest on, that moves are made for."""
+"""How many of the values that wait at a moment, the largest first, moves are made for."""
 
 LEAST_GAIN = 1e-9
-"""Share by which a move must lower the sum."""
+"""Share by which a move must lower this sum."""
 
 
 class Reordered(PlainProblem):
-    """A problem whose captured order is another one; values are the same.
+    """A problem with its nodes in another order; values keep their numbers.
 
     Args:
         problem: the problem.
@@ -129,7 +131,7 @@ def backward_memory(problem: PlainProblem, order: Sequence[int]) -> list[int]:
 
 
 def _moves(problem: PlainProblem, order: list[int], moment: int) -> Iterator[list[int]]:
-    """Orders in which one node runs elsewhere: the one of a moment earlier, or what makes a value that waits there later."""
+    """Orders in which one node runs elsewhere: that of a moment earlier, or the producer of a waiting value later."""
     made: dict[int, int] = {}
     first: dict[int, int] = {}
     last: dict[int, int] = {}

@@ -1,7 +1,8 @@
 """Blocks with options, and chains of them: what "rotor", "h_ilp" and "hiremate" recombine.
 
-An option is one way to run the forward and the backward of a block (Gusak et al. 2025, section 3.2.2): a schedule of the block
-on its own. What it keeps in memory between the two is the paper's phantom node.
+An option is one way to run the forward and the backward of a block (Gusak et al. 2025, section 3.2.2): a schedule of
+the block on its own. What it keeps in memory between the two is the paper's phantom node. Most options here come from
+`keep_options`: sets of the block's values to keep, this project's own.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ class Option:
 
     Attributes:
         sequence: the block's own nodes; before the boundary its forward, after it its backward.
-        forward_seconds, backward_seconds: of either side.
-        saved_bytes: held between the two, beside the block's outputs (the paper's phantom node).
-        forward_peak, backward_peak: bytes of the block's own values and of the gradients that come in.
+        forward_seconds, backward_seconds: time of either side.
+        saved_bytes: bytes held between the two, beside the block's outputs (the paper's phantom node).
+        forward_peak, backward_peak: peak in bytes of either side, of the block's own values and of gradients that come
+            in.
     """
 
     sequence: NodeSequence
@@ -58,7 +60,7 @@ def measure(problem: PlainProblem, sequence: NodeSequence) -> Option:
 
 
 def alive_after(problem: PlainProblem, sequence: NodeSequence, count: int) -> set[int]:
-    """Values in memory when the first ``count`` evaluations have run."""
+    """Values in memory when the first ``count`` evaluations have run, tangents left out."""
     frees = problem.last_uses(sequence)
     alive: set[int] = set()
     for position in range(count):
@@ -68,7 +70,7 @@ def alive_after(problem: PlainProblem, sequence: NodeSequence, count: int) -> se
 
 
 def undominated(options: Iterable[Option]) -> list[Option]:
-    """Options that none other beats or equals in time, kept bytes and both peaks; by kept bytes."""
+    """Options that no other one dominates in time, kept bytes and both peaks; sorted by kept bytes."""
 
     def price(o: Option) -> tuple[float, ...]:
         return (o.saved_bytes, o.seconds, o.backward_peak, o.forward_peak)
@@ -83,7 +85,7 @@ def undominated(options: Iterable[Option]) -> list[Option]:
 def select(options: Sequence[Option], count: int) -> tuple[Option, ...]:
     """At most ``count`` options far apart: the largest, the smallest, the one closest to the middle, and so on (section 3.2.2).
 
-    The paper goes by peaks. Here it is the kept bytes: blocks often peak in their backward, whatever they keep.
+    The paper compares peaks, this function kept bytes: blocks often peak in their backward, whatever they keep.
     """
     left = sorted(options, key=lambda o: o.saved_bytes)
     if len(left) <= count:
@@ -96,7 +98,7 @@ def select(options: Sequence[Option], count: int) -> tuple[Option, ...]:
 
 
 def keep_sets(problem: PlainProblem, deadline: float) -> Iterator[frozenset[int]]:
-    """Sets of values to keep, from none to all: grown by the most time saved a byte, then shrunk by the least lost a byte."""
+    """Sets of values to keep: none, grown by the most seconds saved a byte; then all, shrunk by the fewest lost."""
     choices = candidates(problem)
 
     def walk(keep: frozenset[int], sign: int) -> Iterator[frozenset[int]]:
@@ -133,7 +135,7 @@ def keep_sets(problem: PlainProblem, deadline: float) -> Iterator[frozenset[int]
 
 
 def keep_options(problem: PlainProblem, deadline: float) -> list[Option]:
-    """Undominated options that keep a set of values and compute the others again, each once or for every reader."""
+    """Undominated options that keep a set of values and compute the others again, once or anew for each reader."""
     found: dict[tuple[int, ...], Option] = {}
     forward = frozenset(v for v, producer in enumerate(problem.producer) if 0 <= producer < problem.boundary)
     for keep in keep_sets(problem, deadline):
@@ -157,7 +159,7 @@ class Link:
 
     @functools.cached_property
     def bare(self) -> Option:
-        """The forward that keeps nothing: the nodes that the block's outputs need."""
+        """The forward that keeps nothing but the block's outputs: the nodes that these depend on."""
         needed = set(self.problem.forward_outputs)
         nodes: list[int] = []
         for node in range(self.problem.boundary - 1, -1, -1):
@@ -168,7 +170,7 @@ class Link:
 
     @functools.cached_property
     def forward_problem(self) -> PlainProblem:
-        """The block's problem without a backward to serve."""
+        """The block's problem without a backward: no tangents, and no values that must exist at the end."""
         return dataclasses.replace(self.problem, finals=(), tangents=[])
 
 
@@ -181,8 +183,9 @@ class Chain:
 
     Attributes:
         links: the blocks.
-        incoming: bytes of gradients, and of what the caller took, held when the backward of each block begins.
-        beside: the part of it that the block's own peaks leave out.
+        inputs: values that cross into each block from those before, and, as the last entry, out of the last block.
+        incoming: bytes of gradients, and of what the caller was handed, held when the backward of each block begins.
+        beside: the part of ``incoming`` that the block's own peaks leave out.
     """
 
     def __init__(self, problem: PlainProblem, links: Sequence[Link]) -> None:
@@ -219,7 +222,7 @@ class Chain:
         return [[sum([nbytes[v] for v in later - earlier]) for later in self.inputs] for earlier in self.inputs]
 
     def sequence(self, runs: Iterable[Run], forward_runs: int | None = None) -> NodeSequence:
-        """The problem's nodes in the order of ``runs``, without those that nobody needs and repetitions that may not be.
+        """The problem's nodes in the order of ``runs``, without unread ones and repetitions that are not allowed.
 
         The boundary lies after the first ``forward_runs`` of them, or before the first that is a backward.
         """

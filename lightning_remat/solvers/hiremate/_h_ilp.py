@@ -1,20 +1,22 @@
 """H-ILP: the integer program on blocks with options and phantom nodes (Gusak et al. 2025, section 3.2.2 and appendix B).
 
-A computation node is the forward F_j or the backward B_j of a block; an option is one schedule of the block. What an option
-saves between the two is the layer's phantom node, whose size depends on the option. The program is `_integer_program`'s, with
-eqs. 5 to 9 for options and phantom nodes; this file makes its data flow from a chain of blocks.
+A computation node is the forward F_j or the backward B_j of a block j, which the paper calls a layer; an option is one
+schedule of the block. What an option saves between the two is the layer's phantom node, whose size depends on the
+option. The program is `_integer_program`'s, with eqs. 5 to 9 for options and phantom nodes; this file makes its data
+flow from a chain of blocks.
 
-What is carried over:
+How it is applied, and what differs from the paper:
 
 * the number of options of all blocks together, N_o, is shared out by the number of ops of each block, and each block's share
   is chosen as in section 3.2.2 (`select`);
 * by eqs. 7 and 8 a phantom node lives until its B_j has run. A forward that saves nothing (blocks are computed again from
   their inputs) is therefore one more option of F_j, which B_j does not have;
-* a backward runs once: gradients are not computed again. So does a forward with ops that may run once only, if their results
-  are read; counters that are only handed out stay out of the runs after the first;
-* the correction terms of appendix B.3: a sub-step of an option has given up some of its inputs (and incoming gradients), should
-  they be deleted after the node. One row for each set of them, with the largest m among its sub-steps;
-* own outputs and incoming gradients are data nodes, so m counts neither.
+* a backward runs once: gradients are not computed again. So does a forward with ops that may run only once, if their
+  results are read; where these are only handed out, like counters, the ops are left out of all runs but the first;
+* the correction terms of appendix B.3: at a sub-step of an option, inputs (and incoming gradients) that no later
+  sub-step reads are freed already if they are deleted after the node. Each set of them has one row, with the largest m
+  of its sub-steps;
+* a block's outputs and incoming gradients are data nodes, so m counts neither.
 
 The bound holds for this partition and these options only, so none is reported.
 """
@@ -37,7 +39,14 @@ from lightning_remat.solvers.hiremate._partition import partition
 
 @dataclasses.dataclass(frozen=True)
 class Recombination:
-    """What H-ILP found: the sequence (``None``: nothing within the budget), and the program's own account of its time."""
+    """What H-ILP found: the sequence (``None``: nothing within the budget), and the program's own account of its time.
+
+    Attributes:
+        sequence: nodes of the chain's problem.
+        status: how the solve ended.
+        seconds: of the sequence, by the program's account.
+        bound_seconds: no schedule of the program is faster.
+    """
 
     sequence: NodeSequence | None
     status: Status
@@ -62,7 +71,8 @@ def recombine(
         budget_bytes: the most that may be held at any moment.
         deadline: `clock` at which to stop.
         total_options: N_o, the most options of all blocks together (each has one at least).
-        corrections: whether to use the correction terms; without them the program is smaller, and asks for more memory.
+        corrections: whether to use the correction terms of appendix B.3; without them the program is smaller, but
+            overstates memory.
         gap: stop when the schedule is proven to be within this share of the bound.
         solver: python-mip's name of the solver.
     """
@@ -87,7 +97,10 @@ def recombine(
 
 
 def data_flow(problem: PlainProblem, links: list[Link], corrections: bool = True) -> DataFlow:
-    """Forwards in order, then backwards in reverse order, with the values that cross between blocks, merged where alike."""
+    """The program's data flow: forwards in order, backwards in reverse order, and the values that cross between blocks.
+
+    Values with the same producer, readers and roles are merged into one data node.
+    """
     count = len(links)
     sides = [[_Side(problem, link, option, False) for option in (*link.options, link.bare)] for link in links]
     sides += [[_Side(problem, link, option, True) for option in link.options] for link in reversed(links)]
@@ -143,7 +156,7 @@ def _runs_once(problem: PlainProblem, link: Link) -> bool:
 
 
 class _Side:
-    """The forward or the backward of an option: where it last reads each value that it does not make itself.
+    """The forward or the backward of an option, and where it last reads each value that it does not make itself.
 
     A backward reads the gradients that come in, what other blocks computed, and its own block's outputs, which are data nodes.
     """
@@ -160,7 +173,13 @@ class _Side:
                     self.last_read[v] = position
 
     def way(self, data: dict[int, int], written_bytes: int, corrections: bool) -> Way:
-        """The option as one of a computation node; ``data`` gives the data node of each value that is on one."""
+        """The option as one of a computation node.
+
+        Args:
+            data: the data node of each value that has one.
+            written_bytes: of the data nodes that the computation node makes.
+            corrections: whether to use the correction terms.
+        """
         problem, link = self.problem, self.link
         own = link.problem if len(self.option.sequence.nodes) > self.option.sequence.boundary else link.forward_problem
         memory = own.memory(self.option.sequence)
@@ -168,7 +187,7 @@ class _Side:
         for v, position in self.last_read.items():
             if v in data:
                 last[data[v]] = max(position, last.get(data[v], -1))
-        counted = written_bytes  # in the program's own account already
+        counted = written_bytes  # bytes that the program accounts for by itself
         incoming: dict[int, int] = {}
         if self.backward:
             counted += sum([own.nbytes[v] for v in own.forward_outputs])
@@ -210,7 +229,7 @@ def h_ilp(
         deadline: `clock` at which to stop.
         blocks: about how many blocks.
         total_options: N_o, the most options of all blocks together.
-        corrections: whether to use the correction terms of appendix B.3.
+        corrections: whether to use the correction terms of appendix B.3 (see `recombine`).
         gap: stop when the schedule is proven to be within this share of the program's bound.
         partitioner: one of `partitioners`; its lower levels are not used.
         solver: python-mip's name of the solver: "CBC", "HIGHS", "GRB".

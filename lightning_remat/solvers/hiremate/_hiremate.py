@@ -1,24 +1,25 @@
 """The method "hiremate": partition, solve every distinct block at several budgets, recombine level by level.
 
-HiRemate (Gusak et al. 2025, section 3, figure 1): a partitioner makes a hierarchy of blocks of the forward. From the lowest
-level up, each block is solved with several budgets; its schedules are the options of the block above. Blocks of the same form
-are solved once (appendix C.1.1). The top level is solved for the one budget that counts.
+HiRemate (Gusak et al. 2025, section 3, figure 1): a partitioner makes a hierarchy of blocks of the forward. From the
+lowest level up, each block is solved with several budgets; its schedules are its options in the block above. Blocks of
+the same form are solved once (appendix C.1.1). The top level is solved for the one budget of the step.
 
-Solvers and partitioners are found by name, the user's own as well. A solver that knows about options ("rotor", "h_ilp")
+Solvers and partitioners are found by name, the user's own as well. A solver that works with options ("rotor", "h_ilp")
 recombines the schedules of a block's parts; any other registered method ignores the parts and solves the block as a graph of
-its own (section 3.2.1, "all solvers can be used at any level"). All schedules of all solvers of a block are its options.
+its own (section 3.2.1). The options of a block are chosen from all schedules of all its solvers.
 
-What is carried over:
+What differs from the paper:
 
 * the paper solves the lowest blocks by its integer program. By default it is sets of kept values here (`keep_options`), which
   take milliseconds; ``bottom=("h_ilp",)`` or ``("milp",)`` asks for a program;
 * for "rotor" and "h_ilp" consecutive top blocks are wrapped once more, so that few bytes cross between them (`sequences_of`).
   Other methods at the top get the whole problem, as the paper's non-hierarchical solvers do;
-* the paper's budget of a block limits its peak alone. A block waits between its forward and its backward while the rest of the
-  step runs, so at the levels between its recombination also runs with less room at that moment;
+* the paper's budget of a block limits its peak alone. But the rest of the step runs between a block's forward and its
+  backward, so at the levels below the top "rotor" also recombines a block with less room at that moment (`Table`,
+  ``gap_bytes``);
 * schedules are node sequences, in which the frees follow from last uses: nothing needs to be adjusted where a block gives up
-  an input that another block reads (the paper's last step of section 3.2.2), and evaluations that only served a block on its
-  own are dropped. The top level's choice is by the exact peak.
+  an input that another block reads (in the paper's section 3.2.2 the higher level does that), and evaluations that only
+  served a block on its own are dropped. The top level's choice is by the exact peak.
 
 Nothing here is optimal across blocks.
 """
@@ -43,14 +44,15 @@ from lightning_remat.solvers.hiremate._rotor import Table, fitting
 
 @dataclasses.dataclass
 class Hierarchy:
-    """What is solved, how, and what was learnt about it.
+    """How the blocks below the top level are solved, and the options of those that were.
 
     Attributes:
         middle, bottom: names of the solvers of blocks with and without parts.
-        options: N_o as a number for each block: the most options that go up.
-        budgets: budgets a block is solved with.
+        options: the most options that a block has in the level above.
+        budgets: number of budgets that a block is solved with.
         slots: steps in which "rotor" counts memory.
         keep_size: the most nodes of a block that "keep" is tried on.
+        deadline: `clock` at which to stop.
         known: options of each form of block that was solved.
         blocks: number of blocks met, the repeated ones included.
     """
@@ -66,7 +68,7 @@ class Hierarchy:
     blocks: int = 0
 
     def chain(self, problem: PlainProblem, blocks: Sequence[Block]) -> Chain:
-        """The blocks with their options, each form solved once."""
+        """The chain of some blocks with their options, each form of block solved once."""
 
         def options_of(index: int, part: PlainProblem) -> tuple[Option, ...]:
             place = {node: local for local, node in enumerate(blocks[index].nodes)}
@@ -169,13 +171,16 @@ def hiremate(
         middle: solvers of blocks that have parts; "keep" as at the bottom.
         bottom: solvers of the lowest blocks: "keep" (sets of kept values), or any registered method.
         options: the most options of a block.
-        budgets: budgets a block is solved with.
+        budgets: number of budgets that a block is solved with.
         slots: steps in which "rotor" counts memory.
         sequences: into about how many blocks the top level is wrapped for "rotor" (see `sequences_of`), each tried.
         program_size: into about how many blocks the top level is wrapped for "h_ilp".
-        program_seconds: the most that one of its programs may take.
+        program_seconds: the most seconds that one of its programs may take.
         total_options: N_o, the most options in one of its programs.
         keep_size: the most nodes, forward and backward, of a block that "keep" is tried on.
+
+    Raises:
+        SolverError: for an unknown partitioner or solver, or blocks that break a partitioner's rules.
     """
     if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:
         return Answer(once(problem), Status.OPTIMAL)

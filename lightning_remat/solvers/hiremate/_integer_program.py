@@ -7,15 +7,16 @@ Variables (B.2), for phase t, whose goal is the first evaluation of node t:
 * C: d is created, and D: d is deleted, when node k has run in phase t;
 * Sp: the phantom node of layer j is saved with option o before phase t.
 
-What is carried over:
+What differs from the paper:
 
 * results are values, each written by one node, so a data node has one predecessor. Then S (which contributions a data node
   holds) is P, and is left out;
-* there is no loss node; the boundary lies between two phases. From there on the caller holds what he takes (forward outputs),
-  and has handed in the tangents. What must exist at the boundary alone is held through the last phase before it;
-* nodes that may run once run in their own phase. Nodes that nothing depends on have no phase of their own;
-* in the linear form of "d is deleted if and only if", the paper's ``P_k^{t+1}`` must read ``P_d^{t+1}``: it is the data node
-  that is not in memory in the next phase.
+* there is no loss node; the boundary lies between two phases. From there on the caller holds what it is handed (forward
+  outputs), and has handed in the tangents. What must exist at the boundary alone is held through the last phase before
+  it;
+* nodes that may run only once run in their own phase. Nodes that nothing depends on have no phase of their own;
+* in the condition for a deletion, and in its linear form (appendix B.3), the paper's ``P_k^{t+1}`` must read
+  ``P_d^{t+1}``: it is the data node that is not in memory in the next phase.
 
 The order is the captured one, a node runs at most once a phase, and a value is deleted only after a node related to it has run.
 """
@@ -44,8 +45,9 @@ class Way:
     Attributes:
         seconds: of one evaluation.
         reads: data nodes that it needs.
-        steps: its sub-steps: bytes needed beyond what is in memory when the node is done and nothing is deleted yet
-            (m of appendix B.3), and the data nodes that it has given up by then, should they be deleted.
+        steps: its sub-steps, each with the bytes that it needs beyond what is in memory when the node is done and
+            nothing is deleted yet (m of appendix B.3), and with the data nodes that are freed before it if the node
+            deletes them.
     """
 
     seconds: float
@@ -55,7 +57,7 @@ class Way:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A forward node, its backward node, and the bytes of the phantom node with each option."""
+    """A forward node, its backward node, and the bytes of their phantom node with each option."""
 
     forward: int
     backward: int
@@ -69,8 +71,8 @@ class DataFlow:
     Attributes:
         ways: options of each computation node.
         writes: data nodes that each computation node makes.
-        once: whether it runs in its own phase only.
-        wanted: whether it must run at all.
+        once: whether each computation node runs in its own phase only.
+        wanted: whether each computation node must run at all.
         nbytes, producer: of each data node; producer -1: handed in at the boundary.
         boundary: number of computation nodes of the forward.
         outputs, transient, finals: data nodes, as in `PlainProblem`.
@@ -95,7 +97,7 @@ class DataFlow:
 
 @dataclasses.dataclass(frozen=True)
 class PhasesResult:
-    """What the program found.
+    """The runs in each phase that the program found, how its solve ended, and its bound.
 
     Attributes:
         runs: (node, option) in each phase; ``None`` if none was found.
@@ -113,7 +115,15 @@ class PhasesResult:
 def solve_phases(
     flow: DataFlow, budget_bytes: int, *, gap: float, deadline: float, solver: str = "CBC"
 ) -> PhasesResult:
-    """Solve the program of appendix B for ``flow``."""
+    """Solve the program of appendix B for ``flow``.
+
+    Args:
+        flow: the data flow.
+        budget_bytes: the most that may be held at any moment.
+        gap: stop when the schedule is proven to be within this share of the program's bound.
+        deadline: `clock` at which to stop.
+        solver: python-mip's name of the solver.
+    """
     fixed = flow.base_bytes + sum(flow.nbytes[d] for d in flow.outputs if flow.boundary < len(flow.ways))
     if budget_bytes < max(fixed, flow.base_bytes + flow.forward_extra_bytes):
         return PhasesResult(None, Status.INFEASIBLE)

@@ -1,4 +1,4 @@
-"""Problems of their own for parts of a problem, in a form that is the same for parts that are the same.
+"""Parts of a problem as problems of their own, numbered so that equal parts become equal problems.
 
 HiRemate recognises identical subgraphs by a canonical representation and a hash table, in linear time (Gusak et al. 2025,
 appendix C.1.1): the order of the ops is given, so no graph isomorphism needs to be searched for. Nodes and values of a part are
@@ -84,7 +84,7 @@ def subproblem(problem: PlainProblem, forward: Sequence[int], backward: Sequence
 
 
 def canonical_form(problem: PlainProblem) -> Hashable:
-    """What two problems have in common exactly when every schedule of one is a schedule of the other, at the same cost."""
+    """A hashable form: where it is equal, a schedule of one problem is a schedule of the other, at the same cost."""
     return tuple(
         (name, tuple(content) if isinstance(content, list) else content)
         for name, content in ((field.name, getattr(problem, field.name)) for field in dataclasses.fields(PlainProblem))

@@ -1,18 +1,20 @@
-"""Partitions of the forward into blocks of blocks, and the backward nodes that belong to each block.
+"""Partitions of the forward into a hierarchy of blocks, and the backward nodes that belong to each block.
 
-H-Partition is Algorithm 1 of HiRemate (Gusak et al. 2025, section 3.1 and appendix A): from bottom to top, the candidate group
-that costs the least memory pressure is wrapped next. Partitioners are found by name, as solvers are: a user's own takes a
-problem and two sizes, and returns the top blocks in a topological order.
+H-Partition is Algorithm 1 of HiRemate (Gusak et al. 2025, section 3.1 and appendix A): from bottom to top, the
+candidate group that causes the least memory pressure (eq. 1) is wrapped next. Partitioners are found by name, as
+solvers are: a user's own takes a problem and two sizes, and returns the top blocks in a topological order. The
+partitioner "chain" is this project's own.
 
-What is carried over:
+What differs from the paper:
 
 * the paper's closest common ancestor a(x) must lie on *every* path to x for its Property 1 to hold, so it is x's immediate
   dominator;
-* "soft dependencies" (appendix C.1.2) are the captured order of random nodes and of those that may run once: they count for
-  convexity, and no memory flows along them;
-* a graph of ops has many entries (constants, masks, random draws), and a common ancestor of all says nothing. Each node
-  belongs to the entry that most nodes depend on, of those that it depends on; ancestors are looked for among the nodes of
-  one entry, and a group takes in what serves it alone. The paper drops inputs without a gradient for the same end (C.1.3);
+* "soft dependencies" (appendix C.1.2) are the captured order of random nodes and of those that may run only once: they
+  count for convexity, and no memory flows along them;
+* a graph of ops has many entries (nodes without predecessors: constants, masks, random draws), and an ancestor common
+  to all would be the added one. Of the entries that a node depends on, it belongs to the one that most nodes depend on;
+  ancestors are looked for among the nodes of one entry, and a group takes in the nodes of other entries that serve it
+  alone. The paper ignores inputs without a gradient for the same end (C.1.3);
 * a group that holds its own a(x) need not have Property 1, so Theorem A.4 does not cover it. Each group is therefore tested
   against the quotient graph, in which it must leave no cycle, before it is wrapped;
 * forward and backward ops do not come in pairs here: `backward_blocks` assigns each backward node to the last block after which
@@ -35,7 +37,7 @@ from lightning_remat.solvers.common._plugins import Registry
 from lightning_remat.solvers.common._problem import PlainProblem
 
 _SOURCE = -1
-"""The common ancestor that is added where the graph has several entries."""
+"""The common ancestor that is added above all entries."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +54,12 @@ class Block:
 
     @property
     def depth(self) -> int:
-        """Levels, itself included."""
+        """Number of levels of the hierarchy below and with this block."""
         return 1 + max([part.depth for part in self.parts], default=0)
 
 
 class Partitioner(Protocol):
-    """Takes a problem and the most nodes of the top level and of a block; returns the top blocks, in a topological order."""
+    """Takes a problem and the most nodes of the top level and of a block; returns top blocks in topological order."""
 
     def __call__(self, problem: PlainProblem, *, top_size: int, block_size: int) -> tuple[Block, ...]: ...
 
@@ -109,7 +111,7 @@ def _check(problem: PlainProblem, blocks: Sequence[Block], nodes: Iterable[int],
 
 
 def dependencies(problem: PlainProblem) -> list[tuple[int, int]]:
-    """Edges between forward nodes, the soft ones included."""
+    """Edges between forward nodes, soft dependencies included."""
     soft = [pair for nodes in _fixed_orders(problem, range(problem.boundary)) for pair in itertools.pairwise(nodes)]
     return [*_data_edges(problem), *soft]
 
@@ -127,8 +129,8 @@ def _fixed_orders(problem: PlainProblem, nodes: Iterable[int]) -> tuple[list[int
 def backward_blocks(problem: PlainProblem, groups: Sequence[Sequence[int]]) -> list[list[int]]:
     """The backward nodes of each group of forward nodes, so that running the groups' backwards in reverse order is legal.
 
-    Each node goes as late in the order of groups (as early in the backward) as its predecessors and the forward values that it
-    reads allow; a constant waits for its first reader.
+    Each node goes to the last group (whose backward is first) that its predecessors and the forward values that it
+    reads allow; a node that reads nothing goes to the group of its first reader.
     """
     count = len(groups)
     place = {node: index for index, nodes in enumerate(groups) for node in nodes}
@@ -155,10 +157,10 @@ def backward_blocks(problem: PlainProblem, groups: Sequence[Sequence[int]]) -> l
 
 
 def sequences_of(problem: PlainProblem, blocks: Sequence[Block], count: int) -> list[tuple[Block, ...]]:
-    """About ``count`` blocks of consecutive ones, cut where few bytes cross: near equal shares of the nodes, and anywhere.
+    """Blocks wrapped into about ``count`` runs, in two ways: cut where the fewest bytes cross, and near equal shares.
 
-    Dynamic programming over a sequence keeps what crosses into a block for as long as the blocks after it are planned with it:
-    it wants few bytes to cross, which not every block of a partition can offer.
+    "rotor" keeps all values that cross into a block while that block and those after it are planned together. So it
+    needs ends that few bytes cross, which not all blocks of a partition have.
     """
     place = {node: index for index, block in enumerate(blocks) for node in block.nodes}
     crossing = [0] * (len(blocks) + 1)
@@ -193,7 +195,10 @@ def _wrapped(parts: Sequence[Block]) -> Block:
 
 @register_partitioner("chain")
 def chain(problem: PlainProblem, *, top_size: int, block_size: int) -> tuple[Block, ...]:
-    """At most ``top_size`` runs of the captured order, cut where few bytes are in flight; ``block_size`` is not used."""
+    """At most ``top_size`` runs of the captured order, cut where few bytes are in flight (see `coarsen`).
+
+    ``block_size`` is not used.
+    """
     del block_size
     if not problem.boundary:
         return ()
@@ -207,7 +212,7 @@ def chain(problem: PlainProblem, *, top_size: int, block_size: int) -> tuple[Blo
 def h_partition(
     problem: PlainProblem, *, top_size: int = 30, block_size: int = 20, alpha: float = 0.5
 ) -> tuple[Block, ...]:
-    """Algorithm 1.
+    """H-Partition, Algorithm 1 of section 3.1.
 
     Args:
         problem: the problem, of which the forward is partitioned.
@@ -228,10 +233,10 @@ def h_partition(
 
 
 class _Level:
-    """One pass of lines 5 to 12: the graph whose nodes are blocks, and the groups that are forming in it.
+    """One pass of lines 5 to 12 of Algorithm 1: the graph whose nodes are blocks, and the groups that form in it.
 
     A unit is a set of the graph's nodes that are kept together: one node, or a group. ``order`` is a topological order of the
-    units, with holes where units have been merged.
+    units, with ``None`` where units were before they were merged into another.
     """
 
     def __init__(self, problem: PlainProblem, blocks: tuple[Block, ...], block_size: int, alpha: float) -> None:
@@ -266,7 +271,7 @@ class _Level:
         self.order: list[int | None] = list(range(count))
 
     def candidates(self) -> list[frozenset[int]]:
-        """Line 5: the nodes between x and a(x), with and without either, where they are at most ``block_size``."""
+        """Line 5: the nodes between a(x) and x, with and without either, where they are at most ``block_size``."""
         entry = self._entries()
         graph: nx.DiGraph[int] = nx.DiGraph()
         for index, before in enumerate(self.predecessors):
@@ -310,7 +315,7 @@ class _Level:
         return found
 
     def _absorb(self, group: set[int], entry: list[int]) -> frozenset[int]:
-        """The group with what belongs to other entries and serves the group alone: constants, masks, random draws."""
+        """The group with those nodes of other entries that serve the group alone: constants, masks, random draws."""
         whole = set(group)
         stack = list(group)
         while stack and len(whole) <= self.block_size:
@@ -322,9 +327,9 @@ class _Level:
         return frozenset(whole)
 
     def score(self, group: frozenset[int]) -> float:
-        """Eq. 1: bytes of the group's inputs and outputs, more for longer groups.
+        """Eq. 1: bytes of the group's inputs and outputs, times a power of the share of compute nodes among its nodes.
 
-        The share of compute nodes among compute and data nodes is taken over blocks and the values that they touch.
+        Compute nodes are the group's blocks here, data nodes the values that these read or write.
         """
         touched = set().union(*[self.values[index] for index in group])
         surface = 0
@@ -366,7 +371,7 @@ class _Level:
         return tuple(self._block(unit) for unit in self.order if unit is not None)
 
     def _merge(self, group: frozenset[int]) -> bool:
-        """Make one unit of ``group`` if no path leaves it and comes back; keeps ``order`` topological."""
+        """Make one unit of ``group`` unless a path leaves it and comes back; keep ``order`` topological."""
         units = {self.unit[index] for index in group}
         places = sorted(self.place[unit] for unit in units)
         span = range(places[0], places[-1] + 1)

@@ -1,9 +1,9 @@
-"""Rockmate's Checkmate: the integer program on computation nodes and data nodes, on the problem's own nodes.
+"""The method "rk_checkmate": Rockmate's Checkmate, an integer program on computation nodes and data nodes, op by op.
 
-Rockmate (Zhao et al. 2023) writes Checkmate's program for values instead of ops, so that one op may have several results that
-live and die apart. HiRemate (Gusak et al. 2025, appendix B) gives the formulation: `_integer_program`, here without options
-and phantom nodes. Its bound holds for `PHASES` only. Above ``max_ops`` nodes the problem is coarsened (`_coarse_search`),
-without a bound.
+Rockmate (Zhao et al. 2023) writes Checkmate's program for values instead of ops, so that one op may have several
+results with liveness intervals of their own. HiRemate (Gusak et al. 2025, appendix B) gives the formulation:
+`_integer_program`, here without options and phantom nodes. Its bound holds for `PHASES` only. Above ``max_ops`` nodes
+the problem is coarsened (`_coarse_search`), and no bound is reported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PHASES = "schedules in the captured order that evaluate an op at most once a pha
 
 
 def data_flow(problem: PlainProblem) -> DataFlow:
-    """Every node with its one option."""
+    """The program's data flow for a problem: every node, with one option."""
     wanted = set(required(problem))
     return DataFlow(
         ways=tuple(
@@ -59,7 +59,7 @@ def rk_checkmate(
     coarsen_to: int = 24,
     solver: str = "CBC",
 ) -> Answer:
-    """The program on computation nodes and data nodes.
+    """The program on computation nodes and data nodes (appendix B), without options.
 
     Args:
         problem: the problem.

@@ -1,22 +1,26 @@
-"""Dynamic programming over a chain of blocks, each with several options of what is kept: Rotor.
+"""The method "rotor": dynamic programming over a chain of blocks, each with several options of what it keeps.
 
 Beaumont et al. (2019, 2024) solve chains of single ops; Rockmate (Zhao et al. 2023) chains of blocks with options, as HiRemate
 recalls it (Gusak et al. 2025, sections 2 and 3.2.1). C(s, t, m) is the least time of the forwards and backwards of the blocks
 s to t when the inputs of s are in memory, the gradients that come into t are too, and m bytes are free beside them. Either
 
-* F_s runs with an option o, whose values stay in memory through C(s + 1, t, m - kept) and serve B_s; or
-* the blocks s to s' - 1 run without keeping anything but the inputs of s', C(s', t, m - inputs) follows, those inputs are given
-  up, and C(s, s' - 1, m) runs the blocks s to s' - 1 again.
+* F_s runs with an option o, whose kept values stay in memory through C(s + 1, t, m - kept) and serve B_s; or
+* the forwards of s to s' - 1 run without keeping anything but the inputs of s', C(s', t, m - inputs) follows, those
+  inputs are freed, and C(s, s' - 1, m) runs the blocks s to s' - 1 again, with their backwards.
 
-What is carried over:
+The table takes time of the order of the cube of the number of blocks, times the number of slots of memory.
+
+What differs from the papers:
 
 * any forward is a chain of the blocks of a partition in a topological order: the inputs of a block are then *all* values that
   cross into it, skip connections included. A value that crosses into s and into s'' crosses into every s' between, so a
   checkpoint at s' costs the bytes of its values that are not inputs of s, and no more of the state is needed than s and t;
-* forward and backward ops are not paired: see `backward_blocks`. Gradients in flight are read off the order, which is fixed;
-* bytes are counted in ``slots``, rounded to the nearest, and inputs of a block count through its whole backward, though they
-  may die earlier. So the table is read at several m, around the budget, and the exact peak decides which schedule is taken;
-* values of ops that may run once stay in memory up to their last use, which the recurrence does not know.
+* forward and backward ops are not paired: see `backward_blocks`. Which gradients are held follows from the order, which
+  is fixed;
+* bytes are counted in ``slots``, those kept rounded to the nearest number, those of peaks up, and inputs of a block
+  count through its whole backward, though they may die earlier. So the table is read at several m around the budget,
+  and the exact peak decides which schedule is taken;
+* values of ops that may run only once stay in memory up to their last use, which the recurrence does not know.
 
 The recurrence is optimal among its own schedules (one order of the blocks, those options); nothing is claimed beyond.
 """
@@ -45,13 +49,13 @@ Choices = npt.NDArray[np.int32]
 
 
 class Table:
-    """C(s, t, m) for every pair of blocks and every number of slots.
+    """The least times C(s, t, m) for every pair of blocks and every number of slots.
 
     Args:
         chain: the blocks.
         limit_bytes: bytes of the last slot.
         slots: number of slots, unless the sizes have a common divisor that needs fewer.
-        gap_bytes: held beside by others while the chain waits between its forward and its backward.
+        gap_bytes: bytes held by the rest of the step between the chain's forward and its backward.
     """
 
     def __init__(self, chain: Chain, limit_bytes: int, slots: int, gap_bytes: int = 0) -> None:
@@ -102,7 +106,7 @@ class Table:
         return option.saved_bytes + self.chain.crossing[s][s + 1]
 
     def _less(self, cost: Costs, nbytes: int) -> Costs:
-        """C at every m when ``nbytes`` of it are taken."""
+        """A row C(s, t, ·) shifted: at every m what it costs with ``nbytes`` less."""
         fewer = self._slots_of(nbytes)
         shifted: Costs = np.full(self.slots + 1, np.inf)
         if fewer <= self.slots:
@@ -179,7 +183,10 @@ def around(
 
 
 def usual_counts(problem: PlainProblem, most_nodes: int = 60) -> tuple[int, ...]:
-    """One to three numbers of blocks, of at most about ``most_nodes`` forward nodes each: options take their square."""
+    """One or three numbers of blocks, for blocks of about ``most_nodes`` forward nodes at most.
+
+    The time for the options of a block grows with the square of its nodes.
+    """
     count = 12
     while problem.boundary > most_nodes * count:
         count *= 2
@@ -198,17 +205,17 @@ def rotor(
     partitioner: str = "chain",
     lower: bool = True,
 ) -> Answer:
-    """The recurrence on the forward as a chain of blocks.
+    """The recurrence C(s, t, m) on the forward as a chain of blocks.
 
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
         deadline: `clock` at which to stop.
-        blocks: about how many blocks, or several such numbers, each of which is tried; ``None`` for three that suit the size.
+        blocks: about how many blocks, or several such numbers, each of which is tried; ``None`` for `usual_counts`.
         options: the most options of a block.
         slots: steps in which memory is counted.
         partitioner: name of the partitioner that makes the blocks (see `partitioners`); its lower levels are not used.
-        lower: whether schedules that hold a little too much are lowered to the budget (`lower_all`) where none fits.
+        lower: whether, where no schedule fits, those near the budget are lowered to it (`lower_all`).
     """
     if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:
         return Answer(once(problem), Status.OPTIMAL)

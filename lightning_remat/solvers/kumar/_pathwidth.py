@@ -1,21 +1,22 @@
 """Rematerialization by path decomposition: Kumar et al. 2019, section 5 and appendix A.
 
-With bags in a row instead of a tree, and a directed path through all nodes (a **spine**), the last node of a bag rises towards
-the bag of the final node and falls behind it (Lemma 10). Splitting the row there leaves parts whose bags are smaller by a node
-(Lemma 11), so the recursion ends after as many levels as a bag has nodes. Where the graph has no spine, one is added first, at
-the price of bags about twice as large (Algorithm 2). For unit nodes, bags of p and b of them, the peak is of the order of
-2^p p log^(p-2) b, and the length of 2^p (p!)^2 b log^(p-2) b (Theorem 22): logarithms instead of powers of the size, but
-exponential in the width. At the widths of real networks the schedules explode, so their lengths are predicted before any is
-written down (a schedule is a tree of shared parts, each with its length), and what is too long is refused with the figure.
+With bags in a row instead of a tree, and a directed path through all nodes (a **spine**), the last node of a bag rises
+along the row up to the bag of the final node and falls behind it (Lemma 10). Splitting the row there leaves parts whose
+bags are smaller by a node (Lemma 11), so the recursion ends after as many levels as a bag has nodes. Where the graph
+has no spine, one is added first, at the price of bags about twice as large (Algorithm 2). With unit nodes and b bags of
+at most p nodes, the peak is of the order of 2^p p log^(p-2) b, and the length of 2^p (p!)^2 b log^(p-2) b (Theorem 22):
+logarithms instead of powers of the size, but exponential in the width. At the widths of real networks the schedules
+explode, so their lengths are predicted before any is written down (a schedule is a tree of shared parts, each with its
+length), and what is too long is refused with the figure.
 
-What is carried over, and what differs from the text:
+What differs from the paper:
 
-* the graph is that of the treewidth method (`NodeGraph`): a node for the boundary, and evaluations repaired where nodes are
-  random or may run once. The final node is the last of the spine: everything else comes before it;
+* the graph is that of the treewidth method (`NodeGraph`): one node stands for the boundary, and the order is repaired
+  where nodes are random or may run only once. The final node is the last of the spine: everything else comes before it;
 * in Algorithm 2 a node is put into further bags only until it meets its successor on the spine, to the right or to the
   left. The text goes on to the right until r_u, also where the successor lies to the left: then the two never meet;
-* in Algorithm 3 the loop "for i = 1 to k" runs over the j nodes u_i, and a node that is known is not evaluated again: the
-  text's schedules list it, and count nothing for it (definition 12). What is known further out stays known in the loop;
+* in Algorithm 3 the loop "for i = 1 to k" runs over the j nodes u_i, and a node that is known is not evaluated again,
+  though the text's schedules may list it (Definition 12). What is known outside of the loop stays known in it;
 * evaluations that nobody reads are dropped, and with a budget left over repetitions are too (`keep_longer`).
 """
 
@@ -53,8 +54,8 @@ def pathwidth(
         budget_bytes: the most that may be held at any moment.
         deadline: `clock` at which to stop.
         spend_budget: whether repetitions that the budget has room to avoid are taken out.
-        longest: a schedule of more evaluations than this many times the nodes is refused. Most of these nobody reads: of 187
-            times the nodes for a ResNet of 18 layers 4.5 are left.
+        longest: a schedule of more evaluations than this many times the nodes is refused. Most evaluations are read by
+            nobody: for a ResNet of 18 layers, of 187 times the nodes 4.5 times are left when these are dropped.
         calls: calls of Algorithm 3 after which its length is taken to be out of reach.
     """
     if spend_budget and problem.evaluate(once(problem)).peak_bytes <= budget_bytes:
@@ -141,7 +142,7 @@ def _intervals(bags: Bags) -> tuple[dict[int, int], dict[int, int]]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Sketch:
-    """A schedule as parts that others may share, so that its length is known long before it is written down."""
+    """A schedule as a tree of parts that others may share: its length is known before it is written down."""
 
     parts: tuple[Sketch | int, ...] = ()
     length: int = 0
@@ -160,17 +161,17 @@ class Sketch:
 
 
 def _join(parts: Sequence[Sketch | int]) -> Sketch:
-    """The concatenation: the circle of the text."""
+    """The concatenation, written as a circle in the text."""
     filled = tuple([part for part in parts if isinstance(part, int) or part.length])
     return Sketch(filled, sum([1 if isinstance(part, int) else part.length for part in filled]))
 
 
 class _GiveUp(Exception):
-    """Too many calls, or late."""
+    """Too many calls were made, or the deadline has passed; the message says which."""
 
 
 Interleaved: TypeAlias = dict[int, Sketch]
-"""Definition 15, merged: the schedule before each node of a set; a node without an entry has an empty one."""
+"""Definition 15, after Merge: the schedule before each node of a set; a node without an entry has an empty one."""
 
 
 class PathRemat:
@@ -235,13 +236,13 @@ class PathRemat:
         return _join(parts)
 
     def interleaved(self, bag: frozenset[int], path: range, top: int, known: frozenset[int]) -> Interleaved:
-        """InterleavedSchedule(X, X, W): what to compute before each node of ``bag`` in the bags of ``path``, nearest first.
+        """InterleavedSchedule(X, X, W): what to compute before each node of ``bag`` in the bags of ``path``.
 
         Args:
             bag: X, a bag beside the path, or some of its nodes.
-            path: bags, away from X.
+            path: numbers of bags, the nearest to X first.
             top: nodes after this one have been removed.
-            known: W.
+            known: W, the nodes whose values are known.
         """
         if bag <= known or not path:
             return {}

@@ -1,19 +1,21 @@
 """Rematerialization by tree decomposition: Kumar et al. 2019, "Efficient Rematerialization for Deep Networks", section 3.
 
-The undirected graph of the nodes (an edge where one reads what the other writes) is covered by a tree of bags. A bag that
-balances the tree separates the graph, so its nodes are computed one after the other, each from its predecessors in the parts,
-recursively, while only the bag's nodes stay in memory (Algorithm 1). With treewidth k and n unit nodes the peak is of the order
-of k log n and the length of n^(1 + log(k + 2)) (Theorem 5). Stopping the recursion where fewer than ``limit`` bags are left
-gives shorter schedules of higher peaks (section 4.3); the limits are tried in powers of two, and the fastest that fits wins.
+The undirected graph of the nodes (an edge where one reads what the other writes) is covered by a tree of bags. A bag
+that balances the tree separates the graph, so its nodes are computed one after the other, each from its predecessors in
+the parts, recursively, while only the bag's nodes stay in memory (Algorithm 1). With n unit nodes of at most d inputs
+and a decomposition of width k, the peak is of the order of (d + k) log n and the length of k n^(1 + log(k + 2))
+(Theorem 5). Stopping the recursion where fewer than ``limit`` bags are left gives shorter schedules of higher peaks
+(section 4.3); the limits are tried in powers of two, and the fastest schedule that fits wins.
 
-What is carried over, beside several targets instead of one final node:
+What differs from the paper, beside several targets instead of one final node:
 
-* one more node stands for the boundary: it comes after what the forward hands out, and before every backward node that has no
-  backward predecessor. The sequence's boundary is where it first occurs, so a single run of the algorithm covers forward, loss
-  and backward. Nodes of the forward that the backward alone asks for may be evaluated first after the boundary;
-* random nodes, and nodes that may run once, are first evaluated in the captured order, and in the forward if they are forward
-  nodes: where the sequence would break that, those before are evaluated there, each once. Later evaluations of a node that
-  may run once are dropped, which keeps its values until their last use;
+* one more node stands for the boundary: it comes after what the forward hands out, and before every backward node that
+  reads a tangent or has no backward predecessor. The sequence's boundary is where it first occurs, so a single run of
+  the algorithm covers forward, loss and backward. Nodes of the forward that only the backward needs may be evaluated
+  for the first time after the boundary;
+* random nodes, and nodes that may run only once, are first evaluated in the captured order, and in the forward if they
+  are forward nodes: where the sequence would break that, the missing ones are evaluated there, each once. Later
+  evaluations of a node that may run only once are dropped, so that its values stay until their last use;
 * inside a part only the nodes that its targets depend on are computed, separators included. Algorithm 1 computes the whole bag;
 * frees are not annotated: with the sequence fixed, they follow from last uses (section 2.1). Evaluations that nobody reads
   are dropped, and with a budget left over, repetitions are too (`keep_longer`).
@@ -58,14 +60,14 @@ def treewidth(
     heuristic: str = "fill_in",
     longest: float = 30.0,
 ) -> Answer:
-    """The fastest of Algorithm 1's schedules within the budget, over the recursion limits.
+    """The fastest of Algorithm 1's schedules within the budget, over the recursion limits of section 4.3.
 
     Args:
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
         deadline: `clock` at which to stop.
-        recursion_limit: k of TWRemat(k), section 4.3: from 1, the whole recursion, to the number of bags and more, none of it.
-            ``None``: all powers of two are tried.
+        recursion_limit: k of TWRemat(k), section 4.3: from 1, the whole recursion, to any number above that of the
+            bags, no recursion. ``None``: powers of two are tried, from about the number of bags down.
         spend_budget: whether repetitions that the budget has room to avoid are taken out. Without, the schedules are those of
             the paper, less the evaluations that nobody reads.
         heuristic: of the decomposition: ``"fill_in"`` or ``"min_degree"``.
@@ -111,7 +113,7 @@ def treewidth(
 
 
 def _limits(bags: int) -> Iterator[int]:
-    """Recursion limits from no recursion to all of it."""
+    """Recursion limits: powers of two, from the first that is not below the number of bags down to 1."""
     limit = 1 << max(0, bags - 1).bit_length()
     while limit >= 1:
         yield limit
@@ -135,8 +137,8 @@ def remat(
         predecessors: of each node; nodes are numbered in a topological order.
         tree: a decomposition of the undirected graph.
         targets: S, the nodes to be held at the end.
-        limit: the recursion stops where fewer bags than this are left (1: where none are).
-        longest: give up on sequences of more evaluations.
+        limit: the recursion stops where fewer bags than this are left; at 1, as at 2, where a single one is.
+        longest: give up on sequences of more evaluations than this.
         deadline: `clock` at which to give up.
 
     Returns:
@@ -155,7 +157,7 @@ class _GiveUp(Exception):
 
 
 _Split = tuple[frozenset[int], frozenset[int], list[tuple[frozenset[int], frozenset[int]]]]
-"""The balancing bag X* of a subtree, what is in memory once it is, and each subtree left with its nodes."""
+"""A subtree's balancing bag X*, all nodes in memory once its nodes are, and each subtree left with its nodes."""
 
 
 class _Recursion:
@@ -188,7 +190,7 @@ class _Recursion:
             self.schedule(other, inside, (targets - bag) & members)
 
     def _split(self, part: frozenset[int], outside: frozenset[int]) -> _Split:
-        """Lemma 3 on a subtree. What is outside depends on the subtree alone, so that this is found once for each."""
+        """Lemma 3 on a subtree. What is outside depends on the subtree alone, so a split is computed once and kept."""
         middle = separator(self.neighbours, part)
         left = set(part) - {middle}
         inside = outside | self.bags[middle]
@@ -224,7 +226,12 @@ class _Recursion:
 
 
 class NodeGraph:
-    """The problem's nodes with one more for the boundary, numbered in a topological order: node ``boundary`` is it."""
+    """The problem's nodes and one more, numbered ``boundary``, that stands for the boundary, in a topological order.
+
+    Attributes:
+        predecessors: of each node.
+        targets: the nodes whose values must exist at the end, and the boundary.
+    """
 
     def __init__(self, problem: PlainProblem) -> None:
         self.problem = problem
@@ -254,7 +261,7 @@ class NodeGraph:
         return graph
 
     def legal(self, order: list[int]) -> NodeSequence:
-        """The sequence of the problem's nodes, with random nodes and those that may run once where they must be."""
+        """The problem's sequence for an order of this graph's nodes, repaired so that effects come where they must."""
         problem = self.problem
         done: set[int] = set()
         nodes: list[int] = []

@@ -5,15 +5,15 @@ one of least overhead (eq. 1) whose memory (eq. 2) is within a budget B. A state
 memory cached so far; of states that differ in memory alone only the smallest is followed. `exact_dp` does so over all lower
 sets, `approx_dp` over the #V of the pruned family (section 4.3).
 
-Carried over to the joint graph: its forward part, loss included, is their graph, and the backward nodes follow the segments.
-Eq. 2 takes a gradient to be as large as its value, and frees nothing inside a segment; the exact peak of the schedule counts
-every op of the captured backward, and frees each value after its last use (their liveness analysis). So B is not the budget.
-Eq. 2 decides which strategies are candidates, the exact peak decides what fits, and B is searched: the fastest schedule among
-those that fit wins. Without liveness analysis (``liveness=False``), what counts as the peak is what it would be if a segment
-gave nothing up before its end.
+On the joint graph, its forward part, loss included, is the paper's graph, and the backward nodes follow the segments.
+Eq. 2 takes a gradient to be as large as its value, and frees nothing inside a segment; the exact peak of the schedule
+counts every op of the captured backward, and frees each value after its last use (their liveness analysis). So B is not
+the budget. Eq. 2 decides which strategies are candidates, the exact peak decides what fits, and B is searched: the
+fastest schedule among those that fit wins. Without liveness analysis (``liveness=False``), what counts as the peak is
+what it would be if a segment gave nothing up before its end.
 
 With objective ``"time"`` the strategy of least overhead within B is taken; with ``"memory"`` that of most (section 4.4): coarse
-segments, which leave the liveness analysis more to do. Times are rounded to whole units (`resolution` of them in one forward),
+segments, in which liveness analysis frees more. Times are rounded to whole units (`resolution` of them in one forward),
 and a canonical strategy computes no node more than twice: nothing here is optimal for the joint graph.
 """
 
@@ -65,8 +65,11 @@ def exact_dp(
         deadline: `clock` at which to stop.
         objective: ``"time"`` for the time-centric strategy, ``"memory"`` for the memory-centric one (section 4.4).
         liveness: whether values are taken to be freed after their last use, or at the end of their segment only.
-        resolution: units of time in one forward.
-        limit: graphs with more lower sets than this are refused.
+        resolution: units of time in one forward (see `forward_graph`).
+        limit: graphs with more lower sets than this are refused; the time grows with the square of their number.
+
+    Raises:
+        SolverError: for an unknown objective, or a resolution below 1.
     """
     if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:
         return Answer(once(problem), Status.OPTIMAL)
@@ -98,7 +101,10 @@ def approx_dp(
         deadline: `clock` at which to stop.
         objective: ``"time"`` for the time-centric strategy, ``"memory"`` for the memory-centric one (section 4.4).
         liveness: whether values are taken to be freed after their last use, or at the end of their segment only.
-        resolution: units of time in one forward.
+        resolution: units of time in one forward (see `forward_graph`).
+
+    Raises:
+        SolverError: for an unknown objective, or a resolution below 1.
     """
     if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:
         return Answer(once(problem), Status.OPTIMAL)
@@ -119,7 +125,7 @@ def _search(
     grid: int = 8,
     halvings: int = 5,
 ) -> Answer:
-    """The fastest strategy within the budget, over B: a grid of them, then bisection above the largest that fits."""
+    """The fastest strategy within the budget, over B: a grid of values, then bisection above the largest that fits."""
     if objective not in OBJECTIVES:
         raise SolverError(f"unknown objective {objective!r}: choose one of {', '.join(OBJECTIVES)}")
     program = LowerSetProgram(graph, sets)
@@ -166,11 +172,11 @@ def _search(
 
 
 class LowerSetProgram:
-    """Algorithm 1 on a family of lower sets, in the paper's own model: bytes and units of the forward graph alone.
+    """Algorithm 1 on a family of lower sets, in the paper's own model: bytes and time units of the forward graph alone.
 
     Args:
         graph: the forward graph.
-        sets: the family. The empty set and the whole are added.
+        sets: the family. The empty set and the set of all nodes are added.
     """
 
     def __init__(self, graph: ForwardGraph, sets: Iterable[int]) -> None:
@@ -181,7 +187,7 @@ class LowerSetProgram:
         inside = np.unpackbits(packed.reshape(len(masks), -1), axis=1, bitorder="little")[:, :count].astype(bool)
         nbytes, times = np.array(graph.sizes, dtype=np.float64), np.array(graph.times, dtype=np.float64)
         held = inside @ nbytes
-        # By M(L): a part of a set comes before it, and the sets that differ from it by little lie next to it.
+        # By M(L): a subset of a set comes before it, and the sets that differ from it by little lie next to it.
         order = np.lexsort((inside.sum(axis=1), held))
         inside, self.held = inside[order], held[order]
         self.graph, self.sets = graph, [masks[i] for i in order]
@@ -206,7 +212,7 @@ class LowerSetProgram:
 
     @property
     def largest_budget(self) -> int:
-        """Eq. 2 of the strategy of a single segment, 2 M(V). No strategy has a larger one."""
+        """Bytes by eq. 2 of the strategy of a single segment, 2 M(V). No strategy takes more."""
         return int(2 * self.held[-1])
 
     def _before(self, at: int, least: _Floats, budget: float) -> tuple[_Indices, _Floats]:
@@ -217,7 +223,7 @@ class LowerSetProgram:
             least: the smallest M(U) with which each set before it is reached.
             budget: B.
         """
-        # Eq. 2 is at least 2 M(V_i) and what lies across: the sets that are too small come first.
+        # Eq. 2 is at least 2 M(V_i) and its last two terms: sets that are too small to precede this one are left out.
         first = int(np.searchsorted(self.held[:at], self.held[at] - (budget - self.across[at]) / 2 - 0.5))
         peak = 2 * (self.held[at] - self.held[first:at]) + self.across[at]
         sets = np.flatnonzero(least[first:at] + peak <= budget) + first
@@ -236,18 +242,18 @@ class LowerSetProgram:
         return bool(np.isfinite(least[-1]))
 
     def _cached(self, at: int, sets: _Indices) -> tuple[_Floats, _Floats]:
-        """M(U') - M(U) and t' - t where the set ``at`` follows each of ``sets``."""
+        """M(U') - M(U) and t' - t (section 4.2) where the set ``at`` follows each of ``sets``."""
         boundary = self.boundary[at]
         newly = self.outside[boundary[:, None], sets]  # ∂(L') less L
         again = self.work[at] - self.work[sets] - self.times[boundary] @ newly  # T(V' \ ∂(L'))
         return self.nbytes[boundary] @ newly, again
 
     def smallest_budget(self, deadline: float = np.inf, tolerance: float = 0.0) -> int:
-        """The smallest B for which there is a strategy (sections 4.4 and 5.1), by binary search.
+        """The smallest B, in bytes, for which there is a strategy (sections 4.4 and 5.1), by binary search.
 
         Args:
-            deadline: `clock` at which to stop; what is returned is feasible even so, but not the smallest.
-            tolerance: stop within this share of it.
+            deadline: `clock` at which to stop; the answer is feasible even then, but not the smallest.
+            tolerance: stop within this share of the smallest.
         """
         low, high = -1, self.largest_budget
         while high - low > max(1, int(tolerance * high)) and clock() < deadline:
@@ -257,6 +263,11 @@ class LowerSetProgram:
 
     def solve(self, budget: float, objective: str = "time", deadline: float = np.inf) -> list[int] | None:
         """Algorithm 1: the strategy within ``budget`` of least overhead (``"time"``) or of most (``"memory"``).
+
+        Args:
+            budget: B, in bytes by eq. 2.
+            objective: ``"time"`` or ``"memory"``.
+            deadline: `clock` at which to give up.
 
         Returns:
             Its lower sets, L_1 to L_k; ``None`` where there is none, or where time ran out.
@@ -302,7 +313,7 @@ class LowerSetProgram:
 
 
 def _pareto(cost: _Floats, held: _Floats) -> _Indices:
-    """Indices of the states that no other is as good as in both, by rising cost (section 4.2, the last paragraph)."""
+    """Indices, by rising cost, of the states that none dominates in cost and memory (end of section 4.2)."""
     order = np.lexsort((held, cost))
     least = np.minimum.accumulate(held[order])
     better = np.ones(len(order), dtype=bool)

@@ -1,9 +1,10 @@
 """Lower sets of the forward graph, and the recomputation strategies that they stand for.
 
 Kusumoto et al. 2019, "A Graph Theoretic Framework of Recomputation Algorithms for Memory-Efficient Backpropagation",
-sections 2, 3 and 4.3. A **lower set** is a set of forward nodes that no edge enters from outside. An increasing sequence of
-them, ending with all nodes, cuts the forward into segments; its **canonical strategy** caches each lower set's boundary (the
-nodes read from outside the set), gives up the rest, and computes a segment's inside again before the segment's backward.
+sections 2, 3 and 4.3. A **lower set** is a set of forward nodes that no edge enters from outside. An increasing
+sequence of them, ending with all nodes, cuts the forward into segments; its **canonical strategy** caches each lower
+set's boundary (the nodes read from outside the set), gives up the rest, and computes the rest of a segment again before
+the segment's backward.
 
 Sets of nodes are Python integers here, one bit a node; nodes are numbered in a topological order.
 """
@@ -25,7 +26,7 @@ class ForwardGraph:
 
     Attributes:
         predecessors: of each node.
-        times: T_v, in whole units of time.
+        times: T_v, in whole units of time (see `forward_graph`).
         sizes: M_v, in bytes.
         pinned: the set of nodes that are cached once computed, whatever the strategy (empty in the paper): those that may
             not be computed twice, and those whose results the caller keeps.
@@ -86,8 +87,9 @@ def lower_sets(graph: ForwardGraph) -> list[int]:
 def count_lower_sets(graph: ForwardGraph, patience: int = 50_000) -> int | None:
     """#L_G without listing them, or ``None`` where that takes more than ``patience`` steps.
 
-    Either a node is outside, and all above it with it, or it is inside, with all below it. What is left falls into parts
-    that do not touch each other, whose numbers multiply.
+    Either a node is outside of a lower set, and with it all that is reachable from it, or it is inside, with all that
+    it is reachable from. The nodes left in either case fall into components without an edge between them, whose counts
+    multiply.
     """
     above, below = graph.above, graph.below
     known: dict[int, int] = {0: 1}
@@ -110,7 +112,7 @@ def count_lower_sets(graph: ForwardGraph, patience: int = 50_000) -> int | None:
             continue
         if len(known) > patience:
             return None
-        # The node that decides the most others, and of those the one that does so most evenly.
+        # Branch on the node that decides the most others, and of those on the one that does so most evenly.
         decided = [((above[v] & nodes).bit_count(), (below[v] & nodes).bit_count(), v) for v in bits(nodes)]
         pivot = max(decided, key=lambda d: (d[0] + d[1], min(d[0], d[1])))[2]
         halves = [list(touching(nodes & ~above[pivot])), list(touching(nodes & ~below[pivot]))]
@@ -142,8 +144,8 @@ def forward_graph(problem: PlainProblem, resolution: int = 2000) -> ForwardGraph
 
     Args:
         problem: the problem.
-        resolution: into how many units the time of the whole forward is divided. Times that are whole numbers of seconds, and
-            few enough in sum, are left as they are.
+        resolution: into how many units the time of the whole forward is divided. Times that are whole numbers of
+            seconds and add up to no more than this are left as they are.
 
     Raises:
         SolverError: for a resolution below 1.
@@ -186,11 +188,12 @@ def canonical(problem: PlainProblem, graph: ForwardGraph, strategy: Sequence[int
         graph: its `forward_graph`.
         strategy: L_1 to L_k, the last of them all forward nodes.
 
-    Forward: the segments one after the other. Backward: from the last segment to the first, what the segment's backward nodes
-    read and is not there is computed again, and then they run. A backward node belongs to the earliest segment that it can wait
-    for: that of the latest forward value it reads, unless what it follows comes later still. Two things are left out that
-    the paper's cost counts: the last segment is not given up only to be computed again, and no more of a segment than its
-    backward asks for is. Forward nodes whose order is fixed (random ones, and those that run once) keep the captured order.
+    Forward: the segments one after the other. Backward: from the last segment to the first, what the segment's backward
+    nodes read and is not there is computed again, and then they run. A backward node runs in the turn of the segment of
+    the latest forward value that it reads, or in that of a backward node that it depends on where this runs later. Two
+    things are left out that the paper's cost counts: the last segment is not given up only to be computed again, and of
+    another one no more is computed again than its backward reads. Where the segments would change the order of random
+    forward nodes, or of those that run once, the whole forward keeps the captured order.
     """
     boundary, producer = problem.boundary, problem.producer
     segment = [0] * boundary
@@ -254,9 +257,9 @@ def lower_boundary(graph: ForwardGraph, nodes: int) -> int:
 
 
 def _stages(problem: PlainProblem, segment: Sequence[int], last: int) -> dict[int, int]:
-    """The segment in whose turn each backward node runs."""
+    """The segment in whose turn each backward node runs, by `canonical`."""
     stage: dict[int, int] = {}
-    fixed = [last, last]  # of the random nodes so far, and of those that may run once
+    fixed = [last, last]  # of the random nodes so far, and of those that may run only once
     for node in range(problem.boundary, len(problem)):
         forward = [segment[p] for p in problem.predecessors[node] if p < problem.boundary]
         backward = [stage[p] for p in problem.predecessors[node] if p >= problem.boundary]

@@ -1,8 +1,8 @@
 """Moccasin's program (Bartan, Li, Teague, Lott and Dilkina 2023), solved by OR-Tools CP-SAT: retention intervals.
 
-Where Checkmate asks for each stage and node whether the one evaluates the other, of the order of n² binaries, Moccasin gives
-each node a few **retention intervals**: from an evaluation up to the last read of what it made. Their number C_v is small (the
-paper finds that 2 are enough on its networks), so the integer variables grow with n, and memory is one cumulative constraint
+Where Checkmate has a binary variable for each stage and node, of the order of n², Moccasin gives each node a few
+**retention intervals**: from an evaluation up to the last read of its results. Their number C_v is small (the paper
+finds that 2 are enough on its networks), so the integer variables grow with n, and memory is one cumulative constraint
 over the intervals. Written from the model as the paper describes it; no section or equation of it is quoted by number.
 
 * **Events.** With the input topological order fixed, time is a staged integer domain: stage j has one event for each of its
@@ -15,10 +15,11 @@ over the intervals. Written from the model as the paper describes it; no section
 * **Two phases.** Where no start within the budget is known, the peak is minimized first, from the plain order, until it meets
   the budget; the objective is minimized from there.
 
-What is carried over: a node may write several values, which share its starts and have ends of their own; workspaces, and what
-nobody reads, take memory at their own event; nodes that may run once have one interval; random nodes run again freely, their
-numbers are replayed. What the caller holds, hands in (tangents) or takes (forward outputs) counts from the boundary on, the
-event at which the stages of the backward begin, and evaluating a forward output again there makes a surplus copy.
+What differs from the paper: a node may write several values, which share its starts and have ends of their own;
+workspaces, and values that nobody reads, take memory at their own event only; nodes that may run only once have one
+interval; random nodes run again freely, their numbers are replayed. What the caller hands in (tangents) or takes
+(forward outputs) counts from the boundary on, the event at which the stages of the backward begin; evaluating a forward
+output again there makes a surplus copy.
 
 What is not optimal: the order is the captured one, an op runs at most once a stage and C_v times in all, and every result has
 memory of its own. With C_v as large as n these are the schedules of Checkmate's program ("milp").
@@ -62,7 +63,16 @@ def solve_intervals(
     deadline: float,
     start: NodeSequence | None = None,
 ) -> StagesResult:
-    """The best sequence within the budget, from a start or, without one, from the smallest peak.
+    """The best sequence within the budget, from a start or, without one, after a search for the smallest peak.
+
+    Args:
+        problem: the problem.
+        budget_bytes: the most that may be held at any moment.
+        intervals: C_v, the most retention intervals of a node.
+        gap: stop when proven to be within this share of the time of a step without rematerialization.
+        workers: threads of CP-SAT.
+        deadline: `clock` at which to stop.
+        start: a sequence to begin from, used where its peak is within the budget.
 
     Raises:
         SolverError: when the solver's answer breaks the program's own memory accounting (a defect, not bad luck).
@@ -105,7 +115,7 @@ def solve_intervals(
 
 Variable: TypeAlias = cp_model.IntVar
 Time: TypeAlias = "cp_model.IntVar | int"
-"""An event: those of first evaluations, of the boundary and of the end are fixed."""
+"""The number of an event, or a variable for it: first evaluations, the boundary and the end have fixed events."""
 
 
 def _event(stage: int, node: int) -> int:
@@ -131,7 +141,7 @@ class _Retention(_Evaluation):
 
 @dataclasses.dataclass(frozen=True)
 class _Read:
-    """``value`` is there at ``reader``: by which of its retentions, a literal for each that can be."""
+    """``value`` is held at ``reader``; ``by`` has a literal for each of its retentions that may hold it there."""
 
     value: int
     reader: _Evaluation
@@ -139,7 +149,7 @@ class _Read:
 
 
 class _Program:
-    """Moccasin's model of one problem and budget. A node that nothing depends on has a stage, and no evaluation."""
+    """Moccasin's model of one problem and budget. A node that nothing depends on has a stage, but no evaluation."""
 
     def __init__(self, problem: PlainProblem, budget_bytes: int, intervals: int) -> None:
         self.problem, self.budget_bytes = problem, budget_bytes
@@ -166,7 +176,7 @@ class _Program:
         self.model.add_cumulative(self.spans, self.demands, self.capacity)  # [Memory]
 
     def _scale(self) -> None:
-        """Whole numbers for bytes, their common divisor taken out, and for seconds: rounded down, so that bounds hold."""
+        """Units in which bytes (by their common divisor) and seconds are whole; seconds round down: bounds hold so."""
         problem = self.problem
         sizes = [*problem.nbytes, *problem.workspace, problem.forward_extra_bytes]
         self.unit_bytes = reduce(math.gcd, sizes, 0) or 1
@@ -219,7 +229,7 @@ class _Program:
         return found
 
     def _end_at_the_boundary(self, run: _Evaluation, end: Variable) -> None:
-        """A forward output is the caller's from the boundary on: evaluated later, it is a surplus copy, gone at once."""
+        """A forward output is the caller's from the boundary on: a copy made later is surplus, and freed at once."""
         late = self.model.new_bool_var("late")
         self.late.append((late, run.start))
         self.model.add(run.start >= self.boundary).only_enforce_if(late)
@@ -241,7 +251,7 @@ class _Program:
         self.demands.append(nbytes // self.unit_bytes)
 
     def _add_own_memory(self) -> None:
-        """What only the running node needs, at its event, and what is held outside of the graph until the boundary."""
+        """Bytes that only the running node needs, at its event, and those held outside the graph until the boundary."""
         problem = self.problem
         for node, runs in enumerate(self.evaluations):
             unread = [v for v in problem.writes[node] if not self.retentions[v]]
@@ -279,7 +289,7 @@ class _Program:
     # -- solving ----------------------------------------------------------------------------------------------------------
 
     def begin_at(self, sequence: NodeSequence) -> None:
-        """Hand a sequence to the solver: what `to_stages` and C_v leave of it, as a hint for every variable."""
+        """Hand a sequence to the solver: what `to_stages` and C_v leave of it, as a hint for each variable."""
         stages = to_stages(self.problem, sequence)
         times: list[list[int]] = [[] for _ in stages]
         for stage, row in enumerate(stages):
@@ -313,7 +323,7 @@ class _Program:
             self.model.add_hint(self.model.get_int_var_from_proto_index(index), hint[index])
 
     def minimize_peak(self, deadline: float, workers: int) -> tuple[Status, NodeSequence | None]:
-        """Phase 1: a sequence within the budget, the status `Status.FEASIBLE`; or how the search for one ended."""
+        """Phase 1: `Status.FEASIBLE` and a sequence within the budget, or how the search for one ended and ``None``."""
         self.model.minimize(self.capacity)
         solver, found = self._solve(deadline, 0.0, workers)
         if found is not None and solver.value(self.capacity) <= self.limit:
@@ -324,7 +334,7 @@ class _Program:
     def minimize_seconds(self, deadline: float, gap: float, workers: int) -> tuple[NodeSequence | None, float]:
         """Phase 2: the best sequence within the budget that is found, and the proven bound in seconds.
 
-        The gap is a share of the whole step's time, of which the objective leaves a constant out: all evaluations once.
+        ``gap`` is a share of the time of all first evaluations, which are a constant that the objective leaves out.
         """
         again = [
             (run.active, math.floor(self.problem.seconds[node] / self.unit_seconds))

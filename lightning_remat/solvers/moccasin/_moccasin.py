@@ -3,8 +3,8 @@
 The model is that of Bartan, Li, Teague, Lott and Dilkina 2023, "Moccasin: Efficient Tensor Rematerialization for Neural
 Networks". Above ``max_ops`` nodes the problem is coarsened first, as for ``"milp"``: no bound of its own is reported then.
 
-CP-SAT runs in a process of its own. A crash of OR-Tools ends that process alone, and the libraries that it brings do not meet
-others of the same names.
+CP-SAT runs in a process of its own: a crash of OR-Tools ends that process alone, and the libraries that it loads do not
+clash with others of the same names in this one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ GRACE_SECONDS = 15.0
 
 
 class Request(NamedTuple):
-    """What the process is asked; ``until`` is a `time.time`, which all processes share; ``work`` are seconds of it."""
+    """What the process is asked to solve.
+
+    ``until`` is a reading of `time.time`, which all processes share; ``work`` is a limit in seconds of counted work, or
+    ``None`` (see `limited`); the rest is as for `moccasin`.
+    """
 
     problem: PlainProblem
     budget_bytes: int
@@ -59,7 +63,7 @@ def moccasin(
     workers: int = 1,
     start: NodeSequence | None = None,
 ) -> Answer:
-    """Moccasin's program.
+    """Moccasin's program, solved by CP-SAT in a process of its own.
 
     Args:
         problem: the problem.
@@ -73,7 +77,8 @@ def moccasin(
         start: a sequence to begin from, used where its peak is within the budget.
 
     Raises:
-        SolverError: when OR-Tools is not installed, or for an ``intervals`` below 1.
+        SolverError: when OR-Tools is not installed, for an ``intervals`` below 1, or when the process fails (see
+            `ask`).
     """
     if importlib.util.find_spec("ortools") is None:
         raise SolverError(
@@ -96,7 +101,7 @@ def ask(requests: Sequence[Request]) -> list[Answer]:
     Raises:
         SolverError: when the process fails, or is not done `GRACE_SECONDS` after the last deadline.
     """
-    # The interpreter's path is handed over; nothing of the user's own script is run again.
+    # The import path is handed over; the user's own script is not run again.
     code = (
         f"import sys; sys.path[:] = {sys.path!r}; from lightning_remat.solvers.moccasin._moccasin import serve; serve()"
     )
@@ -161,6 +166,6 @@ def _solved(request: Request, deadline: float) -> Answer:
         result = solved(coarse, budget, max(gap, COARSE_GAP), turn, None)
         return result.sequence, result.status
 
-    # Checkpoints are there in any case, and a program takes long: one tighter budget.
+    # Checkpointed schedules are known in any case, and a program takes long: only one tighter budget is tried.
     known = (request.start, best_start(problem, budget_bytes, request.start))
     return search_coarsened(problem, budget_bytes, request.coarsen_to, coarsely, deadline, known=known, tighter=(50,))

@@ -1,12 +1,13 @@
-"""The portfolio: what is quick and good on networks first, the cheapest schedules improved, and a bound beside.
+"""The method "auto": methods that are quick and good on networks, the cheapest schedules improved, and a lower bound.
 
-"crossing" gives the bound, and schedules that are near it where the moment between forward and backward is what binds. Where
-those are well above it, "moments" has a better bound, and other schedules. "rotor" decides by blocks, which is better where the
-budget is low, and "descent" gives up what is held at the peak, which is best where it is very low; with "hiremate" it is asked
-only while the gap is open. So are "rotor" and "descent" for the problem with its backward in another order (`reorder`), if one
-takes less. The cheapest are where `improve` begins. Graphs of a few hundred nodes get the other quick methods as well, those of
-a few dozen Checkmate's program; larger ones only where nothing was found so far. What was tried, and how it went, is in the
-answer's notes.
+"crossing" gives a bound, and schedules that are near it where the budget binds at the moment between forward and
+backward. Where they are well above it, "moments" has a better bound, and other schedules. "rotor" decides by blocks,
+which is better where the budget is low, and "descent" gives up what is held at the peak, which is best where the budget
+is very low. "descent" and "hiremate" run only while the gap to the bound is open. So do "rotor" and "descent" on the
+problem with its backward in another order (`reorder`), if one takes less memory. The cheapest schedules are where
+`improve` begins. Graphs of up to a few hundred nodes get the other quick methods as well, those of a few dozen
+Checkmate's program; larger ones get some others only where nothing was found so far. What was tried, and how it went,
+is in the answer's notes.
 """
 
 from __future__ import annotations
@@ -39,50 +40,50 @@ QUICK = (
 """Methods that take milliseconds on a few dozen nodes."""
 
 QUICK_UP_TO = 200
-"""Nodes up to which they are tried."""
+"""Nodes up to which the methods of `QUICK` are tried."""
 
 INTERRUPTED = "interrupted: this is the best so far"
 """The note of an answer whose search was interrupted."""
 
 OPEN_GAP = 0.003
-"""Gap from which it pays to ask methods that take seconds, where the first take tenths of them."""
+"""Gap from which methods are tried that take seconds, where the first ones take tenths of a second."""
 
 WIDE_GAP = 0.005
-"""Gap from which it pays to ask "hiremate" too."""
+"""Gap from which "hiremate", and another order of the backward, are tried too."""
 
 IMPROVING_GAP = 0.01
-"""Gap at which the improving has as much time as is usual for the whole search; less or more in proportion."""
+"""Gap at which improving gets as much time as the first methods (``seconds``); at others less or more in proportion."""
 
 IMPROVING_SHARES = (0.6, 3.5)
-"""The least and the most of that time."""
+"""The least and the most time for improving, as shares of ``seconds``."""
 
 CLOSED_GAP = 0.001
-"""Gap up to which nothing is improved any more: costs are not known as well as that."""
+"""Gap up to which nothing is improved any more: costs are not known more precisely than that."""
 
 REFUSED = "what it found breaks a rule, and another schedule is taken; please report it"
-"""Of a method that has a defect."""
+"""Words of the note and warning on a method that has a defect."""
 
 EXACT = 1e-9
-"""Gap up to which a schedule is optimal: what rounding leaves."""
+"""Gap up to which a schedule counts as optimal: that of rounding errors."""
 
 HOPELESS = 1.25
-"""Times the cheapest schedule from which another is not improved."""
+"""Schedules that cost more than so many times the cheapest are not improved."""
 
 BY_ORDER = ("rotor", "descent")
-"""Methods that another order of the backward pays for."""
+"""Methods that run on another order of the backward as well."""
 
 MOMENTS_UP_TO = 1500
-"""Nodes up to which "moments" is asked where the gap is not closed; on larger graphs it takes much longer."""
+"""Nodes up to which "moments" is tried over `CLOSED_GAP`; on larger graphs, where it takes long, over `OPEN_GAP`."""
 
 HIREMATE_UP_TO = 1500
-"""Nodes up to which it is asked."""
+"""Nodes up to which "hiremate" is tried where something was found before."""
 
 OTHERWISE = ("greedy", "hiremate", "treewidth", "linearized_greedy", "griewank_logn")
 """Methods for larger graphs on which the first ones found nothing."""
 
 
 def usual_seconds(problem: Problem) -> float:
-    """How long a search for a graph of this size pays: a few seconds, and some more for thousands of nodes."""
+    """Seconds that the first methods get on a graph of this size: four, and one more for each 400 nodes."""
     return 4.0 + len(problem) / 400
 
 
@@ -106,11 +107,17 @@ def auto(
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
         deadline: `clock` at which to stop.
-        seconds: how long to search; ``None`` for what usually pays (`usual_seconds`). "hiremate" gets half as much again.
+        seconds: time for the first methods; ``None`` for `usual_seconds`. Some of those that run while the gap is open
+            get half as much on top, and improving gets its share of it (`IMPROVING_SHARES`); the deadline holds for
+            all.
         exact_up_to: nodes up to which Checkmate's program is solved whole.
         exact_seconds: the most that Checkmate's program may take here; method ``"milp"`` takes the whole time limit.
-        improvements: how many of the cheapest schedules are improved, half as many again each time.
+        improvements: how many of the cheapest schedules are improved in the first round; each further round has half as
+            many.
         known: a sequence within the budget, if there is one already.
+
+    Raises:
+        ScheduleError: where the verifier takes none of the schedules that were found: a defect of each method.
     """
     begun, started = clock(), time.monotonic()
     span = usual_seconds(problem) if seconds is None else seconds
@@ -140,7 +147,7 @@ class _Portfolio:
     """Schedules that were found so far, with what is proven, and how it went.
 
     Attributes:
-        found: seconds, the sequence, and the method, of each.
+        found: seconds a step, sequence, and method of each.
         asked: the methods that were run.
         notes: for people.
     """
@@ -155,7 +162,7 @@ class _Portfolio:
         self._bounds: list[tuple[float, str]] = []
 
     def attempt(self, method: str, limit: float, other: Reordered | None = None) -> bool:
-        """Run one method until ``limit``, on the problem or on another order of it; returns whether it has found something."""
+        """Run one method until ``limit``, on the problem or another order of it; return whether it found a schedule."""
         begun = time.monotonic()
         self.asked.add(method)
         label = f"{method}, reordered" if other else method
@@ -176,22 +183,25 @@ class _Portfolio:
         return answer.sequence is not None
 
     def add(self, method: str, sequence: NodeSequence) -> float:
-        """One more schedule within the budget; returns its seconds."""
+        """Take one more schedule within the budget; return its seconds a step."""
         cost = self.problem.evaluate(sequence).seconds
         self.found.append((cost, sequence, method))
         return cost
 
     def least(self) -> float:
-        """Seconds of the cheapest."""
+        """Seconds a step of the cheapest schedule; infinity without one."""
         return min([cost for cost, _, _ in self.found], default=math.inf)
 
     def proven(self, cost: float) -> tuple[float, str]:
-        """The largest bound; a schedule that is cheaper than a narrow bound is not one of those that it speaks of."""
+        """The largest bound, in seconds, that holds for a schedule of this cost, and its scope.
+
+        A schedule that is cheaper than a bound of a narrower scope is outside of that scope.
+        """
         holds = [one for one in self._bounds if one[1] == BACKWARD_AFTER_FORWARD or one[0] <= cost * (1 + EXACT)]
         return max(holds, default=(0.0, ""))
 
     def gap(self) -> float:
-        """By how much, as a share, the cheapest may be dearer than it has to be."""
+        """The gap of the cheapest schedule to the bound, as a share of the bound."""
         bound = self.proven(self.least())[0]
         return self.least() / bound - 1 if bound > 0 else math.inf
 
@@ -222,7 +232,7 @@ class _Portfolio:
                 self.attempt(method, 0.5 * (self.deadline + clock()))
 
     def improve(self, until: float, improvements: int) -> None:
-        """Successive halving of the best: as much time for each round, and in it for each schedule."""
+        """Improve the cheapest schedules by successive halving: equal time a round, and in it for each schedule."""
         distinct = {one[1].nodes: one for one in reversed(self.found)}
         best = sorted(distinct.values(), key=lambda one: one[0])[:improvements]
         best = [one for one in best if one[0] <= HOPELESS * best[0][0]]
@@ -240,10 +250,10 @@ class _Portfolio:
             best = sorted(best, key=lambda one: one[0])[: max(1, len(best) // 2)]
 
     def verified(self) -> tuple[float, NodeSequence, str]:
-        """The cheapest that the verifier takes.
+        """The cheapest schedule that the verifier accepts: seconds a step, sequence, and method.
 
         Raises:
-            ScheduleError: where it takes none of them, which no method should let happen.
+            ScheduleError: where it accepts none of them, which takes a defect of each method.
         """
         refused: ScheduleError | None = None
         for one in sorted(self.found, key=lambda one: one[0]):
@@ -259,7 +269,7 @@ class _Portfolio:
         raise refused
 
     def answer(self, started: float) -> Answer:
-        """The cheapest, with the bound that holds for it."""
+        """The cheapest schedule, with the bound that holds for it; ``started`` is a reading of `time.monotonic`."""
         if not self.found:
             late = clock() >= self.deadline
             bound, scope = self.proven(math.inf)

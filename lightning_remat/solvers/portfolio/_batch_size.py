@@ -1,11 +1,11 @@
 """The largest batch size under a budget and a cap on the cost (Jain et al. 2020, section 6.4), with any method.
 
-Checkmate makes the batch size B a variable of its program, which makes memory constraints quadratic. Here the program stays
-as it is: for one batch size after another the method is asked for its cheapest schedule in the budget, and the largest batch
-size whose schedule costs no more than the cap is found by bisection (`max_batch_size`), from where the trade-off at one batch
-size points to (`guessed_batch_size`). That assumes that what fits at one batch size fits at all smaller ones, which holds for
-an exact method and bytes that grow with the batch. A heuristic may break it, or miss a schedule that exists, so the answer is a
-lower bound, as the paper's own is.
+Checkmate makes the batch size B a variable of its program, which makes memory constraints quadratic. Here the program
+stays as it is: for one batch size after another the method is asked for its cheapest schedule in the budget, and the
+largest batch size whose schedule costs no more than the cap is found by bisection (`max_batch_size`), which begins at
+an estimate from the trade-off at one batch size (`guessed_batch_size`). Bisection assumes that what fits at one batch
+size fits at all smaller ones, which holds for an exact method and bytes that grow with the batch. A heuristic may break
+it, or miss a schedule that exists, so the answer is a lower bound, as the paper's own is.
 
 `extrapolated_batch_size` is what the paper does for baselines (eq. 11): the smallest memory under the cap at one batch size,
 scaled. `linear_in_batch` makes graphs of any batch size from two captured ones.
@@ -46,7 +46,7 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class BatchSize:
-    """The largest batch size found (0: none), the solution that shows it, and all that was tried, in order."""
+    """The largest batch size found (0: none), the solution that shows it, and all solves, in order."""
 
     batch_size: int
     solution: Solution | None
@@ -71,7 +71,7 @@ def max_batch_size(
     time_limit: float = 30.0,
     **options: Any,
 ) -> BatchSize:
-    """The largest batch size whose step fits ``budget_bytes`` and costs no more than ``cap``: from a first guess, bisection.
+    """The largest batch size whose step fits ``budget_bytes`` and costs no more than ``cap``, by bisection.
 
     Args:
         graph_of: the step's graph at a batch size, from 1 (`linear_in_batch`, or a capture each).
@@ -80,7 +80,7 @@ def max_batch_size(
         cap: the most seconds that a step may take, given its graph (eq. 10 unless set).
         at_most: larger batch sizes are not tried.
         precision: stop when the answer is known to within this share.
-        start: where to begin; ``None`` for what `guessed_batch_size` says where the method is ``"auto"``, else 1.
+        start: the batch size to begin at; ``None`` for `guessed_batch_size` where the method is ``"auto"``, else 1.
         time_limit: seconds of one solve.
         **options: the method's own options.
 
@@ -124,10 +124,10 @@ def guessed_batch_size(
     at_most: int = 1 << 16,
     time_limit: float = 30.0,
 ) -> int:
-    """Where to look for the largest batch size: eq. 11 on the whole trade-off (`plan_curve`) at one batch size.
+    """An estimate of the largest batch size: eq. 11 on the whole trade-off (`plan_curve`) at one batch size.
 
-    That is the largest power of two that fits without rematerialization; the bytes that do not grow with the batch are those
-    that two batch sizes without rematerialization show.
+    That batch size is the largest power of two that fits without rematerialization. The bytes that do not grow with the
+    batch are extrapolated from the peaks of two batch sizes without rematerialization.
 
     Args:
         graph_of: the step's graph at a batch size, from 1.
@@ -179,7 +179,7 @@ def extrapolated_batch_size(
         budget_bytes: the most that may be held at any moment.
         fixed_bytes: held whatever the batch size: parameters and their gradients (M_fixed).
         batch_size: that of ``graph``.
-        method: one of `available()`. Its knobs, and its choice among schedules, are minimized over through the budget.
+        method: one of `available()`. The minimum of eq. 11 over its hyperparameters is found by lowering the budget.
         cap: the most seconds that a step may take, given its graph (eq. 10 unless set).
         solves: how many budgets are tried, by bisection, at most.
         time_limit: seconds of one solve.
@@ -224,10 +224,16 @@ def linear_in_batch(
 ) -> Callable[[int], ComputationGraph]:
     """Graphs of any batch size, with the bytes and seconds of everything on the line through two captured batch sizes.
 
-    What does not depend on the batch (parameters, their gradients) is found to be constant by itself. Values between bytes
-    are rounded up, and nothing goes below zero. Shapes and the order of ops are those of ``large``: a gradient that is larger
-    than what it is made of comes late in the order, and at another batch size it may not be. Random numbers that are captured
-    as drawn once in either (small ones are) are drawn once in all.
+    What does not depend on the batch (parameters, their gradients) is on a constant line. Fractions of bytes are
+    rounded up, and nothing goes below zero. Shapes and the order of ops are those of ``large``: a gradient that is
+    larger than what it is made of comes late in the order, and at another batch size it may not be larger. An op that
+    may run only once in either graph (as one that draws few random numbers) may run only once in all.
+
+    Args:
+        small: the step captured at one batch size.
+        small_size: that batch size.
+        large: the step captured at another one.
+        large_size: that batch size.
 
     Raises:
         GraphError: where the two are not the same ops on the same tensors, or the sizes are equal.

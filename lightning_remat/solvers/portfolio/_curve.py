@@ -1,9 +1,9 @@
-"""The whole trade-off of a graph, from the smallest peak that is found to no rematerialization, for the price of a plan or two.
+"""The whole trade-off of a graph, from the smallest peak found to no rematerialization, in the time of a plan or two.
 
-Budgets are solved from the largest down. Each has two starts that cost next to nothing: what the program of "crossing",
-which is made once, holds for it, and the schedule of the budget above, lowered to it (`lower_peak`). Then from the smallest
-up the schedule of the budget below is filled up, if it is cheaper: a larger budget is never dearer, and a smaller one never
-plans a larger peak.
+Budgets are solved from the largest down. Each has two quick starts: what the program of "crossing", which is built
+once, holds for it, and the schedule of the next larger budget, lowered to it (`lower_peak`). Then, from the smallest
+budget up, the schedule of the next smaller one is taken, and `keep_longer` run on it, where it is cheaper. So a larger
+budget is never dearer.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Curve:
     """The trade-off between memory and time of one graph.
 
     Attributes:
-        solutions: verified, by budget, the smallest first; ``solutions[-1]`` is without rematerialization.
+        solutions: verified ones, one a budget, the smallest first; ``solutions[-1]`` is without rematerialization.
         budgets_bytes: the budget of each.
-        solve_seconds: wall time of all of them.
+        solve_seconds: wall time of all solves together.
     """
 
     solutions: tuple[Solution, ...]
@@ -41,7 +41,7 @@ class Curve:
 
     @property
     def smallest_bytes(self) -> int:
-        """The smallest budget."""
+        """The smallest budget, which is the smallest peak found."""
         return self.budgets_bytes[0]
 
     def within(self, budget_bytes: int) -> Solution | None:
@@ -58,7 +58,7 @@ def plan_curve(
     Args:
         graph: the problem, with costs.
         points: number of budgets, evenly spaced from the smallest peak found to the peak without rematerialization.
-        time_limit: seconds that it may take; budgets that are not come to get the schedule of a smaller one.
+        time_limit: seconds that it may take; budgets that are not reached get the schedule of a smaller one.
         work_limit: seconds of counted work, beside it (see `solve`).
 
     Raises:
@@ -86,7 +86,7 @@ def plan_curve(
 
 
 def _schedules(problem: Problem, points: int, deadline: float) -> tuple[list[int], list[NodeSequence], list[float]]:
-    """Budgets, the cheapest sequence that is found within each, and what each costs at least."""
+    """Budgets, the cheapest sequence that is found within each, and a lower bound for each in seconds (0: none)."""
     plain = once(problem)
     top = problem.evaluate(plain).peak_bytes
     lowest = find_smallest_sequence(problem, clock() + (deadline - clock()) / 3)

@@ -1,10 +1,11 @@
-"""The largest batch size under a budget and a cap on the cost, in few solves: a schedule of one batch size is one of all.
+"""The largest batch size under a budget and a cap on the cost, in few solves: schedules are moved between batch sizes.
 
-Graphs of one step at different batch sizes have the same ops on the same tensors, so a schedule that was found at one size is
-valid at another, and what it takes there is known without a solve. Each schedule at hand is moved to the largest size at which
-it fits, which is a lower bound; a size at which a single op takes more than the budget is an upper one. In between, quick
-searches come first ("crossing", and what is at hand lowered to the budget, `lower_peak`), and what they leave open is
-solved for a few times. Like `max_batch_size` this assumes that what fits at one size fits at all smaller ones.
+Graphs of one step at different batch sizes have the same ops on the same tensors, so a schedule that was found at one
+size is valid at another, and its peak and time there are known without a solve. The largest size at which a known
+schedule fits is a lower bound on the answer; a size at which a single op takes more than the budget is above it. Sizes
+between the two get quick searches first ("crossing", and the best known schedule lowered to the budget, `lower_peak`);
+what these leave open gets a few solves. Like `max_batch_size` this assumes that what fits at one size fits at all
+smaller ones.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lightning_remat.solvers.portfolio._auto import INTERRUPTED
 from lightning_remat.solvers.portfolio._batch_size import Cap, one_extra_forward
 
 QUICK_PRECISION = 0.06
-"""Quick searches end when the answer lies between two sizes this far apart, as a share."""
+"""Quick searches end when the answer lies between two sizes no further apart than this, as a share."""
 
 QUICK_SECONDS = 1.0
 """Time limit of one quick search."""
@@ -40,14 +41,14 @@ EXACT = 1e-9
 
 @dataclasses.dataclass(frozen=True)
 class OpSequence:
-    """Names of ops in the order of their evaluation, the first ``boundary`` of them in the forward; views go without saying."""
+    """Names of ops in the order of evaluation, the first ``boundary`` of them in the forward; views are left out."""
 
     ops: tuple[str, ...]
     boundary: int
 
     @classmethod
     def of(cls, problem: Problem, sequence: NodeSequence) -> OpSequence:
-        """The sequence of one problem."""
+        """A sequence of one problem's nodes, by the names of their ops."""
         return cls(tuple(problem.name(node) for node in sequence.nodes), sequence.boundary)
 
     @classmethod
@@ -64,7 +65,7 @@ class OpSequence:
         return cls(tuple(graph.ops[op].name for _, op in runs), boundary)
 
     def on(self, problem: Problem) -> NodeSequence | None:
-        """The same ops of another problem, if that is one of its sequences."""
+        """The same ops of another problem; ``None`` where it lacks one, or one would read what is not there."""
         nodes = {problem.name(node): node for node in range(len(problem))}
         if not nodes.keys() >= set(self.ops):
             return None
@@ -78,12 +79,12 @@ class OpSequence:
 
 @dataclasses.dataclass(frozen=True)
 class LargestBatch:
-    """What was found.
+    """What `largest_batch_size` found, with the schedules for it.
 
     Attributes:
         batch_size: the largest for which a schedule was found; 0 for none.
-        sequences: the schedules that were met.
-        solves: how often the method was asked.
+        sequences: all schedules that were found or given.
+        solves: how often the method was run.
     """
 
     batch_size: int
@@ -110,15 +111,18 @@ def largest_batch_size(
     Args:
         graph_of: the step's graph at a batch size, from 1 (`linear_in_batch`): the same ops on the same tensors at all.
         budget_bytes: the most that may be held at any moment.
-        method: one of `available()`. Quick searches come before ``"auto"``; another method is alone in what it finds.
+        method: one of `available()`. Quick searches precede ``"auto"`` only: what another method finds is its own.
         cap: the most seconds that a step may take, given its graph (eq. 10 unless set).
         at_most: larger batch sizes are not tried.
         precision: stop when the answer is known to within this share.
-        solves: how often the method is asked, at most.
+        solves: how often the method is run, at most.
         time_limit: seconds of one solve.
-        known: schedules at hand; those of other ops do not count.
-        progress: told in words what is being done.
+        known: schedules found before, also at other sizes; those of other ops are ignored.
+        progress: called with words on what is being done.
         **options: the method's own options.
+
+    Raises:
+        SolverError, BudgetError: for what `solve` refuses.
     """
     say = progress or (lambda _text: None)
     search = _Search(graph_of, budget_bytes, cap, at_most, precision)
@@ -143,13 +147,18 @@ def largest_batch_size(
 def moved(
     sequences: Iterable[OpSequence], graph: ComputationGraph, budget_bytes: int, time_limit: float = QUICK_SECONDS
 ) -> Solution | None:
-    """The cheapest of some schedules of other batch sizes that fits a graph: lowered to the budget, and filled up.
+    """The cheapest solution that schedules of other batch sizes give for a graph.
+
+    They are lowered to the budget (`lower_peak`), and what it has left is spent (`keep_longer`).
 
     Args:
-        sequences: the schedules; those of other ops do not count.
+        sequences: the schedules; those of other ops are ignored.
         graph: the problem.
         budget_bytes: the most that may be held at any moment.
-        time_limit: seconds for lowering and filling up.
+        time_limit: seconds in all.
+
+    Returns:
+        The solution; ``None`` where none of them fits.
     """
     started = time.monotonic()
     problem = Problem(graph)
@@ -167,10 +176,10 @@ def moved(
 
 
 def plain_batch_size(graph: ComputationGraph, batch_size: int, budget_bytes: int) -> int:
-    """A batch size that fits without rematerialization, at least 1, as far as one captured size tells.
+    """An estimate of the largest batch size that fits without rematerialization, from one captured size; 1 at least.
 
-    All but the parameters, and what is held beside the graph, is taken to grow with the batch. The gradients of the parameters
-    do not, nor what has their size by chance, so the largest that fits may be larger.
+    All is taken to grow with the batch but parameters, the step's gradients, and what is held beside the graph. Other
+    values may not grow either, so a larger batch size may fit.
 
     Args:
         graph: the step at ``batch_size``.
@@ -200,7 +209,7 @@ def plain_batch_size(graph: ComputationGraph, batch_size: int, budget_bytes: int
 
 
 def _last(fits: Callable[[int], bool], low: int, high: int) -> int:
-    """The largest number below ``high`` that fits, where ``low`` does, and ``high`` and all above do not."""
+    """The largest number below ``high`` that fits, given that ``low`` does, and ``high`` does not."""
     while high - low > 1:
         middle = min((low + high) // 2, 2 * low) if low else (low + high) // 2
         if fits(middle):
@@ -211,12 +220,12 @@ def _last(fits: Callable[[int], bool], low: int, high: int) -> int:
 
 
 class _Search:
-    """Sizes that are known to fit and not to fit, and the schedules that say so.
+    """Bounds on the largest batch size, and the schedules that prove the lower one.
 
     Attributes:
         low: the largest size for which a schedule is known; 0 for none.
         high: the smallest that is taken not to fit.
-        sequences: all schedules that were met.
+        sequences: all schedules that were found or given.
     """
 
     def __init__(
@@ -258,7 +267,7 @@ class _Search:
         return found.peak_bytes <= self._budget and found.seconds <= cap
 
     def add(self, sequence: NodeSequence | None) -> None:
-        """One more schedule: where it fits a larger size than what is known, the largest that it fits is ``low``."""
+        """Take one more schedule: where it fits a size above ``low``, the largest that it fits becomes ``low``."""
         if sequence is None or sequence in self.sequences:
             return
         self.sequences.append(sequence)
@@ -267,7 +276,7 @@ class _Search:
             self._best = sequence
 
     def quickly(self, seconds: float, say: Callable[[str], None]) -> None:
-        """Bisect by quick searches, each of at most so many seconds; what they miss is missed, and may fit all the same."""
+        """Bisect by quick searches of ``seconds`` at most; a size at which they find nothing may fit all the same."""
         missed = self.high
         while missed - self.low > 1 + QUICK_PRECISION * self.low:
             middle = (self.low + missed) // 2
@@ -288,7 +297,7 @@ class _Search:
         self._missed = missed if missed < self.high else None
 
     def open_sizes(self) -> Iterator[int]:
-        """Sizes to solve at, each where those before (`tried`) say, until the answer is known well enough."""
+        """Sizes to solve at, each chosen by the outcomes before (`tried`), until the answer is precise enough."""
         size = self._missed or 2 * self.low
         stride = size - self.low
         while self.high - self.low > 1 + self._precision * self.low:
@@ -299,7 +308,7 @@ class _Search:
             size = self.low + stride if self.low >= size else (self.low + self.high) // 2
 
     def tried(self, size: int, solution: Solution) -> None:
-        """What was solved for at a size."""
+        """Take note of the solution at a size."""
         found = OpSequence.of_solution(self.problem(size).graph, solution)
         self.add(found.on(self.problem(size)) if found is not None else None)
         if self.low < size:

@@ -1,7 +1,7 @@
-"""The smallest peak: descents as far as they go, from the schedules of several methods, in two orders of the backward.
+"""The smallest peak: descents as far as they go, from schedules of several methods, in two orders of the backward.
 
-On networks they often end at the largest working set of a single op, below which no schedule exists, or at what the backward's
-own values take in the order that `reorder` finds.
+On networks descents often end at the largest working set of a single op, below which no schedule exists, or at what the
+backward's own values take in the order that `reorder` finds.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from lightning_remat.solvers.heuristics._reorder import Reordered, backward_memo
 from lightning_remat.solvers.hiremate._rotor import around, chains
 
 NEARLY = 0.005
-"""Share of the smallest peak by which a cheaper schedule's may be above it, unless no order has a smaller one."""
+"""Share of the smallest peak by which a cheaper schedule's may be above it, unless no smaller peak is possible."""
 
 WORTH = 40.0
-"""How much more than a share of the step's time the same share of the smallest peak counts there."""
+"""How many times as much a share of the smallest peak counts in that choice as the same share of the step's time."""
 
 BLOCKWISE = 0.6
-"""Share of the time for schedules of chains of blocks."""
+"""Share of the time that is left for schedules of chains of blocks."""
 
 SMALL = 200
-"""Nodes of problems that the greedy's schedule is lowered on first."""
+"""Nodes up to which the schedule of "greedy" is lowered first of all."""
 
 SLOTS = 400
-"""Steps in which Rotor's recurrence counts memory."""
+"""Steps in which the recurrence of "rotor" counts memory."""
 
 
 def find_smallest_sequence(problem: PlainProblem, deadline: float) -> NodeSequence:
-    """A sequence of the smallest peak that is found, or nearly so and cheaper, filled up within its peak."""
+    """A sequence of the smallest peak found, or a cheaper one of nearly that peak, after `keep_longer` within it."""
     span = max(0.0, deadline - clock())
     first, sequence = smallest(problem, clock() + span / 4)
     found = [(first.peak_bytes, first.seconds, sequence)]
@@ -87,7 +87,7 @@ def find_smallest_sequence(problem: PlainProblem, deadline: float) -> NodeSequen
 
 
 def blockwise(problem: PlainProblem, known_bytes: int, least_bytes: int, deadline: float) -> Iterator[NodeSequence]:
-    """Schedules of chains of blocks, for a budget between two, or for the larger; those of the smallest peaks first."""
+    """Schedules of chains of blocks near a budget halfway between two, or near the larger; the smallest peaks first."""
     for chain in chains(problem, deadline) if problem.boundary else ():
         budget = (known_bytes + least_bytes) // 2
         near = around(chain, budget, SLOTS, deadline) or around(chain, known_bytes, SLOTS, deadline)
@@ -98,7 +98,7 @@ def blockwise(problem: PlainProblem, known_bytes: int, least_bytes: int, deadlin
 def find_smallest(graph: ComputationGraph, time_limit: float = 30.0, *, work_limit: float | None = None) -> Solution:
     """The schedule of the smallest peak that is found, improved at that peak: what ``budget="min"`` means.
 
-    It always has a schedule.
+    The solution always has a schedule.
 
     Args:
         graph: the problem.
@@ -108,6 +108,10 @@ def find_smallest(graph: ComputationGraph, time_limit: float = 30.0, *, work_lim
     Returns:
         A `Solution` whose ``peak_bytes`` is the smallest feasible budget found. Its notes name the op whose own working set
         no schedule can go below.
+
+    Raises:
+        BudgetError: for a limit that is not positive.
+        GraphError: for a graph whose forward outputs are produced in the backward.
     """
     started = time.monotonic()
     with _clock.limited(time_limit, work_limit) as deadline:

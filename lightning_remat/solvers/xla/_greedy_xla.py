@@ -1,18 +1,21 @@
 """The greedy of the XLA compiler: GreedyRemat, the baseline of Kumar et al. 2019, section 4, "Algorithms", (ii).
 
-The ops are gone through in the captured order. While more is held than a limit at an op, one that has run already is computed
-again later, right before its results are next read, so that they need not be held till then: always the one that lowers the
-memory held at this op the most. What it reads must be held till then instead, and counts against it. Where none lowers the
-memory, the next op follows. Ops that are computed again are gone through like the others.
+The ops are gone through in the captured order. While more is held than a limit at an op, another op that has run
+already is computed again later, right before its results are next read, so that they need not be held till then: always
+the op that lowers the memory held at the present one the most. What it reads must be held till then instead, and counts
+against it. Where no op lowers the memory, the next one follows. Ops that are computed again are gone through like the
+others.
 
-What is carried over, and what the paper leaves open:
+What differs from the paper, and what it leaves open:
 
 * a node's outputs that are in memory and not in use are given up together. What the caller holds is never given up;
-* the limit is the budget, or ``limit_bytes``: the paper does not say how its limit was set. Reading something again may
-  lengthen its life before the op that is looked at, so the peak may be above the limit although the method never saw it;
-* what was computed again is read before it is given up again: two values might take turns for ever otherwise;
+* the limit is the budget, or ``limit_bytes``: the paper does not say how its limit was set. What an op that is computed
+  again reads may then be held through ops that were passed already, where the limit is not checked again: the peak may
+  exceed it;
+* what was computed again must be read before it is given up again: otherwise two values could take turns for ever;
 * of two equal gains the earlier op's goes first;
-* a result that may take the memory of an input is given its own here; the peak that is reported knows better.
+* results that may take the memory of an input have memory of their own in the method's account; the reported peak is
+  exact.
 
 Nothing here is optimal: nothing is ever taken back, and chains of ops are computed again only if each link pays for itself.
 """
@@ -34,7 +37,7 @@ from lightning_remat.solvers.common._solution import Status
 
 @register("greedy_xla")
 def greedy_xla(problem: Problem, budget_bytes: int, *, deadline: float, limit_bytes: int | None = None) -> Answer:
-    """XLA's greedy.
+    """GreedyRemat at one limit.
 
     Args:
         problem: the problem.
@@ -56,13 +59,19 @@ def greedy_xla(problem: Problem, budget_bytes: int, *, deadline: float, limit_by
 
 
 def greedy_remat(problem: PlainProblem, limit_bytes: int, deadline: float) -> NodeSequence | None:
-    """GreedyRemat at a memory limit; ``None`` past the deadline. The peak may be above the limit."""
+    """GreedyRemat's sequence for a memory limit, which its peak may exceed; ``None`` past the deadline.
+
+    Args:
+        problem: the problem.
+        limit_bytes: memory that the greedy aims at.
+        deadline: `clock` at which to give up.
+    """
     return _Greedy(problem, limit_bytes).run(deadline)
 
 
 @dataclasses.dataclass(eq=False)
 class _Event:
-    """A node is evaluated, or values are needed (at the boundary and at the end)."""
+    """An evaluation of a node, or the boundary or the end (node -1), where values are needed; ``at`` orders events."""
 
     node: int
     reads: tuple[int, ...]
@@ -71,13 +80,13 @@ class _Event:
 
 
 _SPACE = 1 << 32
-"""Between the places of two events in the captured order: room for halving."""
+"""Distance of the places of two successive events, so that others can be put halfway between, again and again."""
 
 _place = attrgetter("at")
 
 
 class _Greedy:
-    """Events in order, and what is in memory at the one that is looked at."""
+    """The events in order, and what is in memory at the one that is gone through."""
 
     def __init__(self, problem: PlainProblem, limit_bytes: int) -> None:
         self.problem, self.limit = problem, limit_bytes
@@ -101,7 +110,7 @@ class _Greedy:
         self.queue: list[tuple[int, int]] = []  # candidates, by the bytes gained when they were last looked at
 
     def run(self, deadline: float) -> NodeSequence | None:
-        for event in self.events:  # it grows behind the one that is looked at
+        for event in self.events:  # the list grows behind this event
             if clock() > deadline:
                 return None
             used = {*event.reads, *event.writes}
@@ -154,7 +163,7 @@ class _Greedy:
         return [v for v in alive if v not in self.fixed and v not in self.unread]
 
     def _look(self, values: Iterable[int]) -> None:
-        """Gains of the nodes around ``values`` have changed."""
+        """Queue the nodes whose gains depend on ``values``, with their gains now."""
         producer, consumers = self.problem.producer, self.problem.consumers
         for node in {producer[v] for v in values if producer[v] >= 0}.union(*[consumers[v] for v in values]):
             if (gain := self._gain(node)) > 0:
