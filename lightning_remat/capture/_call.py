@@ -48,7 +48,8 @@ class TensorSpec:
     @property
     def whole(self) -> bool:
         """Whether ``span`` is as many elements as the tensor has: no gaps between them, and none expanded."""
-        return self.span == math.prod(self.shape)
+        expanded = any(step == 0 and size > 1 for size, step in zip(self.shape, self.stride, strict=True))
+        return self.span == math.prod(self.shape) and not expanded
 
     @property
     def contiguous(self) -> bool:

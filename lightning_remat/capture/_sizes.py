@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -58,7 +59,7 @@ def symbols_among(graph: torch.fx.Graph) -> dict[Symbol, torch.fx.Node]:
 
 def unlike_any(symbols: Mapping[Symbol, Any]) -> Sizes:
     """Sizes at which nothing is equal by chance: for each symbol a large number without small divisors."""
-    primes = (n for n in itertools.count(10007, 2) if all(n % d for d in range(3, 101, 2)))
+    primes = (n for n in itertools.count(10007, 2) if all(n % d for d in range(3, math.isqrt(n) + 1, 2)))
     return Sizes(dict(zip(symbols, primes, strict=False)))
 
 

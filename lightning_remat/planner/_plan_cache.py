@@ -23,6 +23,9 @@ log = logging.getLogger(__name__)
 MOST = 200
 """Plans that are kept, at most: the files that were used last."""
 
+MOST_REFUSED = 10
+"""Graphs for bug reports that are kept, at most."""
+
 
 def fingerprint(graph: ComputationGraph, *facts: Any) -> str:
     """A hash that tells scheduling problems apart: of the graph's structure, bytes and costs, and of other ``facts``.
@@ -105,6 +108,7 @@ class PlanCache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, json.dumps(graph.to_dict(), separators=(",", ":")))
+            forget_the_oldest(self.directory.glob("refused-*.json"), MOST_REFUSED)
         except OSError as error:
             return f"its captured graph, which could not be written to {path} ({error})"
         return f"its captured graph, which lies in {path}"

@@ -20,7 +20,7 @@ from lightning_remat.errors import ScheduleError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._device_memory import DeviceAllocator, DeviceMemory, allocated_bytes
-from lightning_remat.planner._make import UNPLANNED, AtHand, Progress, make_plan, unplanned
+from lightning_remat.planner._make import FOR_ONCE, UNPLANNED, AtHand, Progress, make_plan, unplanned
 from lightning_remat.planner._plan import Plan, with_beside
 from lightning_remat.planner._plan_cache import PlanCache, fingerprint
 from lightning_remat.planner._surroundings import Surroundings, Weights, replay_bytes
@@ -80,6 +80,13 @@ class Planning:
         """Whether the budget is a number of bytes that does not depend on the step (a size, or ``"auto"``)."""
         return parse_budget(self.config.budget).kind in (BudgetKind.AUTO, BudgetKind.SIZE)
 
+    def _holds(self, plan: Plan) -> bool:
+        """Whether a plan that was made within another budget is one for the present budget too."""
+        budget = parse_budget(self.config.budget)
+        if budget.kind is not BudgetKind.SIZE or FOR_ONCE in plan.notes or plan.solver == UNPLANNED:
+            return True
+        return plan.predicted_peak_bytes <= int(budget.value or 0)
+
     def share(self, floor_bytes: int, baseline_bytes: int) -> int:
         """The budget of a step in bytes, if it is a share; 0 for other budgets."""
         budget = parse_budget(self.config.budget)
@@ -119,7 +126,7 @@ class Planning:
             progress=functools.partial(self._measuring, started),
         )
         costs = self._agreed(
-            lambda: f"costs {fingerprint(captured.graph)}",
+            lambda: f"costs {fingerprint(captured.graph, *_calls(captured.graph))}",
             lambda: model(captured.calls, device),
             lambda found: [one.to_list() for one in found],
             lambda data: [OpCost.from_list(one) for one in data],
@@ -174,7 +181,7 @@ class Planning:
         graph = graph.replace(resident_bytes=graph.resident_bytes + room_bytes)
         replayed = replay_bytes(captured) + room_bytes
         alike = (graph, graph.replace(resident_bytes=graph.resident_bytes - replayed))
-        same = [plan for plan in known if plan.graph in alike]
+        same = [plan for plan in known if plan.graph in alike and self._holds(plan)]
         if same:  # captured again for another reason than new shapes
             return graph, min(same, key=lambda plan: plan.predicted_seconds)
         record: dict[str, Any] = {
@@ -195,7 +202,7 @@ class Planning:
                 return unplanned(graph, config, str(error), held_bytes=record["held_bytes"])
 
         plan = self._agreed(
-            lambda: f"plan {fingerprint(graph)}",
+            lambda: f"plan {fingerprint(graph, config.budget, config.time_limit)}",
             make,
             Plan.to_dict,
             lambda data: Plan.from_dict(data, ComputationGraph.from_dict(data["graph"])),
@@ -220,9 +227,16 @@ class Planning:
                 reserved=self._reserved,
             )
 
-        facts = [schedule.to_dict() for schedule in fixed]
+        facts = [self.config.budget, [schedule.to_dict() for schedule in fixed]]
+
+        def question() -> str:
+            beside = ((dataclasses.astuple(part.around), dataclasses.astuple(part.beside)) for part in parts)
+            return " ".join(
+                ["plans", *(fingerprint(part.graph, facts, one) for part, one in zip(parts, beside, strict=True))]
+            )
+
         return self._agreed(
-            lambda: " ".join(["plans", *(fingerprint(part.graph, facts) for part in parts)]),
+            question,
             make,
             lambda plans: [plan.to_dict() for plan in plans],
             lambda found: [Plan.from_dict(data, ComputationGraph.from_dict(data["graph"])) for data in found],
@@ -270,3 +284,8 @@ class Planning:
         if self.agreement is None:
             return answer()
         return decode(self.agreement.once(question(), lambda: encode(answer())))
+
+
+def _calls(graph: ComputationGraph) -> tuple[list[str], list[tuple[tuple[int, ...], str]]]:
+    """What costs go by, beside a graph's structure and bytes: its ops, and the shapes and dtypes of its tensors."""
+    return [op.target for op in graph.ops], [(tensor.shape, tensor.dtype) for tensor in graph.tensors]

@@ -13,6 +13,7 @@ from lightning_remat.capture import CapturedGraph
 from lightning_remat.capture import _torch as internals
 from lightning_remat.errors import InfeasibleBudgetError, ScheduleError
 from lightning_remat.graph import ComputationGraph
+from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._device_memory import DeviceMemory
 from lightning_remat.planner._late import with_late_gradients
 from lightning_remat.planner._plan import Plan
@@ -250,16 +251,24 @@ class Plans:
 
     def come_down(self, budget_bytes: int) -> None:
         """Lower the budget of all later plans to so many bytes."""
-        self.limit = budget_bytes
-        for graph in self.graphs:
-            if graph.sized is not None:
-                graph.sized.come_down(budget_bytes)
+        self._limit_to(budget_bytes)
         self.planning.config = dataclasses.replace(self.planning.config, budget=budget_bytes)
         self.plain.keep(
             lambda shapes, number: (
                 shapes != self._call.shapes and self.all[number].baseline_peak_bytes * EAGER_EXTRA <= budget_bytes
             )
         )
+
+    def go_back(self, limit: int | None, config: RematConfig) -> None:
+        """Plan as before a budget was lowered: the shapes at which the function itself runs are found out again."""
+        self._limit_to(limit)
+        self.planning.config = config
+
+    def _limit_to(self, limit: int | None) -> None:
+        self.limit = limit
+        for graph in self.graphs:
+            if graph.sized is not None:
+                graph.sized.come_down(limit)
 
     def count(self, nbytes: int) -> None:
         """Count so many more bytes beside all graphs; a budget that is a share, or ``"min"``, grows by as many."""

@@ -178,8 +178,11 @@ class SizedPlans:
             self._written = sized, _moved(sized, graph)  # the one that was asked for last
         return self._written[1]
 
-    def come_down(self, budget_bytes: int) -> None:
-        """Lower the budget, if it is larger: plans for all sizes are chosen again within it."""
+    def come_down(self, budget_bytes: int | None) -> None:
+        """Lower the budget, if it is larger: plans for all sizes are chosen again within it.
+
+        ``None`` puts back the budget that they were made for.
+        """
         self._most_bytes = budget_bytes
         self._known.clear()
         self._impossible.clear()

@@ -373,13 +373,13 @@ class ScheduledStep:
                 for graph in graphs:
                     self._plans.again(graph)
 
-        before = self._plans.planning.config
+        before = self._plans.limit, self._plans.planning.config
         self._paths.come_down(budget_bytes)
         try:
             plan_again()
         except InfeasibleBudgetError as error:
             if error.smallest_bytes >= largest.predicted_peak_bytes:
-                self._plans.planning.config = before
+                self._plans.go_back(*before)
                 raise
             budget_bytes = error.smallest_bytes
             self._paths.come_down(budget_bytes)

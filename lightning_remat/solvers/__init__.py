@@ -25,6 +25,7 @@ from lightning_remat.solvers.bounds import _binding_moments, _minimum_cut  # imp
 from lightning_remat.solvers.checkmate import _generalized_chen, _lp_rounding, _milp, _milp_unpartitioned
 from lightning_remat.solvers.chen_griewank import _chen, _griewank
 from lightning_remat.solvers.common import _no_remat
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._problem import Evaluation, NodeSequence, Problem
 from lightning_remat.solvers.common._registry import Answer, available, options_of, register, solve
 from lightning_remat.solvers.common._solution import Solution, Status
@@ -70,6 +71,7 @@ __all__ = [
     "Status",
     "Trial",
     "available",
+    "clock",
     "extrapolated_batch_size",
     "find_smallest",
     "largest_batch_size",

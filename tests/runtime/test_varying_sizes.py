@@ -197,6 +197,18 @@ def test_less_memory_than_was_thought() -> None:
     assert graphs(step) == STATIC_CAPTURES + 1
 
 
+def test_less_memory_at_a_point_of_the_grid() -> None:
+    """The plan that was made for just these sizes is over what there is now: another is made."""
+    step = rematerialize(Encoder(width=64, layers=2), budget="64MiB", cost_model="unit", solver="crossing")
+    for length in (10, 12, 14, 64):
+        step(tokens(length, batch=16)).backward()
+    before = step.plan.predicted_peak_bytes
+    budget = step._step.tighten()
+    assert budget is not None and budget < before
+    step(tokens(64, batch=16)).backward()
+    assert step.plan.rematerializes and step.plan.predicted_peak_bytes <= budget
+
+
 def test_in_a_trainer() -> None:
     _, _, remat = compare(
         Classifier, train=batches_of_lengths, plans=None, remat=callback(0.5, solver="crossing"), max_epochs=2

@@ -211,13 +211,13 @@ class Exchange:
         if self.opens:
             summands = sum(map(len, self.summed.values()))
             dropped = dropped.union(*(self.summed.get(i, ()) for i in dropped))
+        taken, self.taken = self.taken, None
+        done, self.done = self.done, None
         found = self._backward(number)(args, self.observe)
         if dropped:
             found = tuple(None if i in dropped else one for i, one in enumerate(found))
-        taken, self.taken = self.taken, None
         if summands and taken is not None:
             taken(found[len(found) - summands :])
-        done, self.done = self.done, None
         if done is not None:
             done()
         return found[: len(found) - summands]

@@ -29,10 +29,10 @@ def clone_overwritten_inputs(graph: torch.fx.Graph, num_fwd_outputs: int) -> Non
             for user in node.users
             if user is not output and not (_ops.training_batch_norm(user.target, user.args) and node in user.args[3:5])
         ]
-        for user in readers:
-            if set(user.users) == {output}:  # such as a counter's next value: the backward never asks for it
-                user.meta["remat_once"] = True
-        readers = [user for user in readers if set(user.users) != {output}]
+        only_returned = [user for user in readers if set(user.users) == {output} and user in forward_outputs]
+        for user in only_returned:  # such as a counter's next value: the backward never asks for it
+            user.meta["remat_once"] = True
+        readers = [user for user in readers if user not in only_returned]
         if not readers:
             continue
         with graph.inserting_before(first):

@@ -299,7 +299,7 @@ class _Search:
     def open_sizes(self) -> Iterator[int]:
         """Sizes to solve at, each chosen by the outcomes before (`tried`), until the answer is precise enough."""
         size = self._missed or 2 * self.low
-        stride = size - self.low
+        stride = max(1, size - self.low)  # nothing may have been found to fit yet
         while self.high - self.low > 1 + self._precision * self.low:
             least = self.low + max(1, int(self._precision * self.low))
             size = min(max(size, least), self.high - 1)
