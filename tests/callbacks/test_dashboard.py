@@ -107,7 +107,7 @@ def test_the_measured_peak_is_the_predicted_one_within_two_percent(tmp_path):
 
 def test_measured_at_the_logging_interval_once_a_step(tmp_path):
     logger = CSVLogger(tmp_path)
-    remat = callback(measure=True)
+    remat = callback(0.5, measure=True)
     fit(
         Classifier,
         remat,

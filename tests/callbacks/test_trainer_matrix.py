@@ -121,7 +121,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "bf16-true": {"precision": "bf16-true"},
     "64-true": {"precision": "64-true"},
     # Optimization.
-    "accumulation": {"accumulate_grad_batches": 2, "train": lambda: loader(40)},
+    "accumulation": {"accumulate_grad_batches": 2, "train": lambda: loader(40), "budget": 0.5},
     "accumulation with mixed precision": {
         "accumulate_grad_batches": 3,
         "precision": "bf16-mixed",

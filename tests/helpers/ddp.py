@@ -109,7 +109,7 @@ def run(name: str, folder: Path) -> None:
     plain = fit(make, strategy=DDPStrategy(**ddp), **case)
     rank = plain.trainer.global_rank
     if name == "auto":  # what the devices have differs; the smaller is that of the second process
-        distributed.device_bytes = lambda *_args, **_kwargs: 26_000 - 1_000 * rank  # type: ignore[attr-defined]
+        distributed.device_bytes = lambda *_args, **_kwargs: 17_000 - 1_000 * rank  # type: ignore[attr-defined]
     remat: RematCallback = callback(budget, **options)
     found: dict[str, Any] = {}
     strategy = RematDDPStrategy(retries=2, **ddp) if fails else DDPStrategy(**ddp)
