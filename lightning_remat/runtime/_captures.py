@@ -186,8 +186,8 @@ class Captures:
     def again(self, shapes: Shapes) -> str:
         """Count a call of these shapes that has captured something; if it is once too often, returns why it does so."""
         self._captures[shapes] = captures = (self._captures.get(shapes) or 0) + 1
-        self._captured_sets += 1
-        if self._captured_sets == MANY_CAPTURES:
+        self._captured_sets += captures == 1
+        if captures == 1 and self._captured_sets == MANY_CAPTURES:
             log.warning(
                 "%s was captured for %d different sets of shapes, which takes time: pad batches to fewer sizes if you can",
                 self._reasons.name or "the step",
