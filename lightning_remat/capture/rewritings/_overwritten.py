@@ -1,7 +1,7 @@
 """Ops that read an input which the step overwrites read a copy of it, made first and never again.
 
 AOTAutograd writes the new value back when the forward ends; whatever is evaluated after that must see the old one.
-Batch norm is excepted: it can be evaluated again without its running statistics. An op whose result is only returned,
+Batch norm is excepted: it can be evaluated again without its running statistics. An op whose result the forward only returns,
 such as the next value itself, is excepted too, and evaluated once.
 """
 
