@@ -41,8 +41,9 @@ NAMES = {
     "TensorifyState.should_specialize TensorifyState.specialize compare_op_handlers",
     "torch._dynamo.types": "ConvertFrameReturn FrameAction.SKIP FrameExecStrategy",
     "torch._dynamo.utils": "counters get_compilation_metrics warn_once",
-    "torch._dynamo.variables.base": "VariableTracker.build",
-    "torch._dynamo.variables.builder": "TrackedFake VariableBuilder.wrap_numpy_ndarray VariableBuilder.wrap_symfloat",
+    "torch._dynamo.variables.base": "VariableTracker._nonvar_fields VariableTracker.build",
+    "torch._dynamo.variables.builder": "TrackedFake VariableBuilder._wrap VariableBuilder.wrap_numpy_ndarray "
+    "VariableBuilder.wrap_symfloat",
     "torch._dynamo.variables.builtin": "BuiltinVariable.call_function",
     "torch._dynamo.variables.functions": "SkipFunctionVariable UserFunctionVariable",
     "torch._dynamo.variables.lists": "BaseListVariable TupleVariable",
