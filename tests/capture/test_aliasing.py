@@ -168,13 +168,15 @@ def test_any_inputs_that_share_memory(seed: int, accumulated: int, share: float)
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::lightning_remat.RematWarning")
-def test_two_thousand_cases() -> None:
+@pytest.mark.parametrize("first", range(10**6, 10**6 + 8 * 500, 500))
+def test_two_thousand_cases(first: int) -> None:
+    """The first 250 of 500 that eager mode can train."""
     tried = 0
-    for seed in range(10**6, 10**6 + 4000):
+    for seed in range(first, first + 500):
         tried += check(seed, 1 + seed % 2, 0.8)
         if seed % 100 == 0:
             torch._dynamo.reset()
-        if tried == 2000:
+        if tried == 250:
             return
     pytest.fail(f"only {tried} of the cases can be trained in eager mode")
 
