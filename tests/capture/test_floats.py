@@ -186,3 +186,13 @@ def test_python_may_decide_by_a_float() -> None:
 
 def test_floats_that_sizes_come_from_are_constants() -> None:
     assert run_as_eager(sized, number=4).runs == [1, 2, 1]
+
+
+def test_what_the_process_has_compiled_before_does_not_matter() -> None:
+    """Newer releases of torch read once a process whether floats become tensors, and keep that."""
+    asked = getattr(torch._dynamo.utils, "_is_tensorify_enabled", None)
+    if asked is not None:
+        asked.cache_clear()
+    torch.compile(nn.Linear(2, 2), backend="aot_eager")(torch.randn(3, 2))
+    assert run_as_eager(of_many_ops).runs == [1, 4]
+    assert asked is None or asked()

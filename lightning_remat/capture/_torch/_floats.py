@@ -2,7 +2,8 @@
 
 * ``VariableBuilder.wrap_symfloat``: Dynamo makes an input of a Python float only where all sizes are symbols too, with no way
   to ask for a single one (see `VaryingFloats`). AOTAutograd would make tensors of such floats, which round otherwise:
-  that is left out (``TENSORIFY_PYTHON_SCALARS``). ``TensorifyState`` tells Dynamo to begin again with a float as a
+  that is left out (``tensorify_python_scalars``; the environment variable that turns it off is read once a process in
+  newer releases, by whoever compiles first). ``TensorifyState`` tells Dynamo to begin again with a float as a
   constant.
 * ``SymNode`` simplifies what Python rounds at each operation, and ``_format_value`` forgets a float's format: both are
   corrected.
@@ -14,7 +15,6 @@ import contextlib
 import functools
 import inspect
 import math
-import os
 import re
 import types
 from collections.abc import Callable, Iterator
@@ -30,6 +30,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import TrackedFake, VariableBuilder  # type: ignore[attr-defined]
 from torch._dynamo.variables.misc import StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
+from torch._functorch._aot_autograd import graph_compile
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeGuardPythonPrinter
@@ -180,14 +181,9 @@ def floats_as_constants(graph_module: torch.fx.GraphModule) -> None:
 @contextlib.contextmanager
 def floats_stay() -> Iterator[None]:
     """Python floats enter ops as they do in eager mode, in double precision, and are not made tensors of the result's type."""
-    before = os.environ.get(_TENSORIFY)
-    os.environ[_TENSORIFY] = "0"
+    own = graph_compile.tensorify_python_scalars  # type: ignore[attr-defined]
+    graph_compile.tensorify_python_scalars = lambda *_: None  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        os.environ.pop(_TENSORIFY)
-        if before is not None:
-            os.environ[_TENSORIFY] = before
-
-
-_TENSORIFY = "TENSORIFY_PYTHON_SCALARS"
+        graph_compile.tensorify_python_scalars = own  # type: ignore[attr-defined]

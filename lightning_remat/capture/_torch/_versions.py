@@ -54,6 +54,7 @@ NAMES = {
     "torch._dynamo.variables.torch": "TorchInGraphFunctionVariable._get_handlers TorchInGraphFunctionVariable.call_function",
     "torch._functorch._aot_autograd.descriptors": "GradAOTOutput InputMutationAOTOutput IntermediateBaseAOTOutput "
     "ParamAOTInput PlainAOTInput PlainAOTOutput SubclassGetAttrAOTInput SubclassGetAttrAOTOutput",
+    "torch._functorch._aot_autograd.graph_compile": "tensorify_python_scalars",
     "torch._functorch._aot_autograd.schemas": "MemoryFormatMeta PlainTensorMeta",
     "torch._functorch.aot_autograd": "run_functionalized_fw_and_collect_metadata",
     "torch._functorch.config": "donated_buffer patch",
