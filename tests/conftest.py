@@ -75,7 +75,7 @@ SEARCHING = {
 def _searches_are_short(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The portfolio takes seconds for what may be a little cheaper; elsewhere any schedule within the budget will do."""
     if request.module.__name__.rpartition(".")[2] not in SEARCHING:
-        monkeypatch.setattr(_auto, "usual_seconds", lambda problem: 0.3 + len(problem) / 2000)
+        monkeypatch.setattr(_auto, "usual_seconds", lambda problem: 0.1 + len(problem) / 4000)
 
 
 @pytest.fixture(autouse=True)

@@ -96,7 +96,7 @@ class Pair:
         torch.manual_seed(0)
         self.plain, self.x = make()
         self.other = copy.deepcopy(self.plain)
-        self.step: Rematerialized = rematerialize(self.other, budget=budget, solver="greedy", time_limit=1.0)
+        self.step: Rematerialized = rematerialize(self.other, budget=budget, solver="greedy", time_limit=0.4)
         self.optimizers = [torch.optim.SGD(one.parameters(), 0.1, momentum=0.9) for one in (self.plain, self.other)]
 
     def train(self, loss: Loss, seed: int) -> None:
@@ -165,7 +165,7 @@ def test_circumstances(kind: str) -> None:
     torch.manual_seed(0)
     plain, x = convolutions()
     other = copy.deepcopy(plain)
-    step = rematerialize(other, budget="min", solver="greedy", time_limit=1.0)
+    step = rematerialize(other, budget="min", solver="greedy", time_limit=0.4)
     found = []
     for net, call in ((plain, plain), (other, step)):
         torch.manual_seed(1)

@@ -78,7 +78,7 @@ def test_a_loss_outside_of_the_module(loss: Callable[..., Any], share: float | s
     original, x = network(64, 8), torch.randn(1024, 64)
     eager, module = copy.deepcopy(original), copy.deepcopy(original)
     expected = steps(eager, eager, x, loss, 5)
-    call = rematerialize(module, budget=share, cost_model="unit", time_limit=2.0)
+    call = rematerialize(module, budget=share, cost_model="unit", time_limit=0.4)
     assert_same(expected, steps(call, module, x, loss, 5))
     assert call.failures == ()
     peak = measured(call, module, x, loss)
@@ -101,7 +101,7 @@ def test_what_a_loss_needs_is_left_to_it() -> None:
     eager = copy.deepcopy(module)
     steps(eager, eager, x, of_pairs, 1)
     plain = measured(eager, eager, x, of_pairs)
-    call = rematerialize(module, budget=int(0.9 * plain), cost_model="unit", time_limit=2.0)
+    call = rematerialize(module, budget=int(0.9 * plain), cost_model="unit", time_limit=0.4)
     steps(call, module, x, of_pairs, 3)
     assert not call.plans[0].rematerializes
     assert call.plan.rematerializes
@@ -112,13 +112,13 @@ def test_where_there_is_no_room_for_a_loss_this_is_said() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     module, x = network(64, 8), torch.randn(1024, 64)
-    call = rematerialize(module, budget=8 * MIB, cost_model="unit", time_limit=2.0)
+    call = rematerialize(module, budget=8 * MIB, cost_model="unit", time_limit=0.4)
     with pytest.raises(InfeasibleBudgetError) as caught:
         steps(call, module, x, of_pairs, 3)
     assert caught.value.smallest_bytes > 8 * MIB
     with pytest.raises(InfeasibleBudgetError):  # each time
         call(x)
-    call = rematerialize(module, budget=caught.value.smallest_bytes, cost_model="unit", time_limit=2.0)
+    call = rematerialize(module, budget=caught.value.smallest_bytes, cost_model="unit", time_limit=0.4)
     steps(call, module, x, of_pairs, 3)
     assert measured(call, module, x, of_pairs) <= caught.value.smallest_bytes
 
@@ -150,7 +150,7 @@ def test_between_two_graphs(share: float | str) -> None:
         return found
 
     expected = steps(eager, eager, x, loss, 6)
-    call = rematerialize(module, budget=share, cost_model="unit", time_limit=3.0)
+    call = rematerialize(module, budget=share, cost_model="unit", time_limit=1.0)
     assert_same(expected, steps(call, module, x, loss, 6))
     peak = measured(call, module, x, loss)
     assert peak <= call.plan.budget_bytes
@@ -161,7 +161,7 @@ def test_a_profiler_of_the_users_is_left_alone() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     module, x = network(64, 8), torch.randn(1024, 64)
-    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=2.0)
+    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=0.4)
     with torch.profiler.profile() as profiler:
         steps(call, module, x, of_pairs, 3)
     assert any("cdist" in event.name for event in profiler.events())
@@ -201,7 +201,7 @@ def test_costs_are_measured_though_a_step_waits_for_its_backward(
     monkeypatch.setenv("LIGHTNING_REMAT_CACHE", str(tmp_path))
     torch._dynamo.reset()
     module, x = network(64, 8), torch.randn(1024, 64)
-    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=2.0)
+    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=0.4)
     of_pairs(call(x)).backward()
     between = call(x)  # measured, and not yet at its end
     other = rematerialize(torch.nn.Sequential(torch.nn.Linear(24, 24), torch.nn.Softmax(1)), budget=1.0)
@@ -217,7 +217,7 @@ def test_costs_are_measured_though_a_step_waits_for_its_backward(
 def test_no_backward_ends_nothing() -> None:
     torch._dynamo.reset()
     module, x = network(64, 8), torch.randn(1024, 64)
-    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=2.0)
+    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=0.4)
     for _ in range(4):
         call(x)
     call.close()
@@ -238,7 +238,7 @@ def test_steps_are_measured_no_more_than_so_often(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(_measuring, "MeasuredStep", Counted)
     module, x = network(64, 8), torch.randn(1024, 64)
-    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=2.0)
+    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=0.4)
     steps(call, module, x, of_pairs, 8)
     assert 1 <= len(begun) <= _measuring.MEASURED
 
@@ -253,7 +253,7 @@ def test_another_thread_that_updates_ends_nothing() -> None:
     """Torch's profiler can be stopped by the thread only that started it: left on, it ends the process with a crash."""
     torch._dynamo.reset()
     module, x = network(64, 8), torch.randn(1024, 64)
-    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=2.0)
+    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=0.4)
     of_pairs(call(x)).backward()
     of_pairs(call(x)).backward()
     assert profiler_running()
@@ -270,7 +270,7 @@ def test_another_thread_that_updates_ends_nothing() -> None:
 def test_in_another_thread_no_step_is_measured() -> None:
     torch._dynamo.reset()
     module, x = network(64, 8), torch.randn(1024, 64)
-    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=2.0)
+    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=0.4)
     left_on = []
 
     def train() -> None:
@@ -292,7 +292,7 @@ def test_in_another_thread_no_step_is_measured() -> None:
 def test_where_no_backward_comes_the_measuring_ends() -> None:
     torch._dynamo.reset()
     module, x = network(64, 8), torch.randn(1024, 64)
-    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=2.0)
+    call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=0.4)
     of_pairs(call(x)).backward()
     call(x)
     for _ in range(_measured_step.MOST_UPDATES - 1):

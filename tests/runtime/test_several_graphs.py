@@ -62,7 +62,7 @@ def test_graphs_share_one_budget(share: float, parts: int) -> None:
     budget = round(floor + share * (plain - floor))
 
     module = copy.deepcopy(original)
-    scheduled = rematerialize(module, budget=budget, cost_model="unit", time_limit=2.0)
+    scheduled = rematerialize(module, budget=budget, cost_model="unit", time_limit=1.0)
     result = train(scheduled, module, x, 4)
     assert all(map(torch.equal, expected, result))
     assert scheduled.failures == ()
@@ -86,13 +86,13 @@ def test_the_smallest_budget_is_that_of_all_graphs() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     module, x = Broken(), torch.randn(2048, 128)
-    scheduled = rematerialize(module, budget="min", cost_model="unit", time_limit=6.0)
+    scheduled = rematerialize(module, budget="min", cost_model="unit", time_limit=0.4)
     train(scheduled, module, x, 2)
     least = scheduled.plans[-1].budget_bytes
     assert scheduled.runs == (1, 1, 1, 1)
     measured = held_bytes(module, x, gradients=True) + peak_memory(lambda: step(module, scheduled, x), "cpu")
     assert 0.9 * least <= measured <= least
-    smaller = rematerialize(module, budget=int(0.97 * least), cost_model="unit", time_limit=6.0)
+    smaller = rematerialize(module, budget=int(0.97 * least), cost_model="unit", time_limit=0.4)
     with pytest.raises(InfeasibleBudgetError) as caught:
         smaller(x)
     assert caught.value.smallest_bytes == pytest.approx(least, rel=1e-3)
@@ -104,7 +104,7 @@ def test_a_backward_is_that_of_its_forward_whatever_runs_meanwhile() -> None:
     original, x = Broken(), torch.randn(256, 128)
     results = []
     for module in (copy.deepcopy(original), copy.deepcopy(original)):
-        call = module if not results else rematerialize(module, budget=0.5, cost_model="unit", time_limit=2.0)
+        call = module if not results else rematerialize(module, budget=0.5, cost_model="unit", time_limit=0.4)
         torch.manual_seed(1)
         first = call(x)  # with the plans made as the graphs came
         second = call(2 * x)  # with those made together
@@ -119,13 +119,13 @@ def test_calls_that_go_different_ways_keep_one_budget() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     original, x = Broken(3), torch.randn(1024, 128)
-    plain = rematerialize(copy.deepcopy(original), budget=1.0, cost_model="unit", time_limit=2.0)
+    plain = rematerialize(copy.deepcopy(original), budget=1.0, cost_model="unit", time_limit=1.0)
     plain(x)
     budget = int(0.6 * max(plan.predicted_peak_bytes for plan in plain.plans))
     torch._dynamo.reset()
     results = []
     for module in (copy.deepcopy(original), copy.deepcopy(original)):
-        call = module if not results else rematerialize(module, budget=budget, cost_model="unit", time_limit=2.0)
+        call = module if not results else rematerialize(module, budget=budget, cost_model="unit", time_limit=1.0)
         torch.manual_seed(1)
         for skips in (False, True, False, True, True, False):
             module.skips = skips
@@ -164,7 +164,7 @@ def test_a_weight_that_several_graphs_share_counts_for_each() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     module, x = Thrice(), torch.randn(64, 1024)
-    call = rematerialize(module, budget="40MiB", cost_model="unit", time_limit=1.5, old_gradients=False)
+    call = rematerialize(module, budget="40MiB", cost_model="unit", time_limit=0.4, old_gradients=False)
     for _ in range(3):
         module.zero_grad(set_to_none=True)
         call(x).backward()
@@ -190,7 +190,7 @@ def test_what_is_handed_on_counts_once() -> None:
             return self.parts[3](x).square().mean()
 
     module, x = Four(4, layers=1), torch.randn(4096, 128)
-    call = rematerialize(module, budget=1.0, cost_model="unit", time_limit=1.5)
+    call = rematerialize(module, budget=1.0, cost_model="unit", time_limit=0.4)
     for _ in range(2):
         step(module, call, x)
     measured = held_bytes(module, x, gradients=True) + peak_memory(lambda: step(module, call, x), "cpu")
@@ -203,7 +203,7 @@ def test_too_many_ways_are_said_once(monkeypatch: pytest.MonkeyPatch, caplog: py
     torch.manual_seed(0)
     monkeypatch.setattr(_paths, "MOST_PATHS", 1)
     module, x = Broken(3), torch.randn(512, 128)
-    call = rematerialize(module, budget=0.4, cost_model="unit", time_limit=1.5)
+    call = rematerialize(module, budget=0.4, cost_model="unit", time_limit=1.0)
     with caplog.at_level(logging.WARNING, "lightning_remat"):
         for skips in (False, True, False, True):
             module.skips = skips
