@@ -1,7 +1,8 @@
-# Two commands on a machine with Python 3.11 or newer, git and make:
+# On a machine with Python 3.11 or newer, git and make:
 #
 #   make demo       see the callback at work
-#   make test       all checks: style, types, architecture, tests
+#   make test       style, types, architecture and tests, in minutes
+#   make ci         these and the long tests: all that continuous integration runs
 #
 # and `make check`, the first three of those checks, in seconds; `make benchmark`, which compares with other ways of saving
 # memory; `make papers`, which prints the papers' tables beside ours. The first of them creates .venv and installs everything
@@ -25,7 +26,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: demo check test benchmark papers format install clean FORCE
+.PHONY: demo check test ci benchmark papers format install clean FORCE
 
 demo: install
 	$(BIN)/python $(DEMO) $(ARGS)
@@ -37,6 +38,9 @@ check: install
 	$(BIN)/lint-imports
 
 test: check
+	$(BIN)/python -m pytest -m "not long and not slow and not gpu" -n $(WORKERS) --dist worksteal $(ARGS)
+
+ci: check
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist worksteal $(ARGS)
 
 benchmark: install

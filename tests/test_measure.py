@@ -208,6 +208,7 @@ def beside_another_thread():
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "lines"),
     [("by_torch_alone", 4), ("measured", 0), ("beside_another_thread", 0)],

@@ -54,6 +54,7 @@ def rows_of(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 class TestPeers:
+    @pytest.mark.long
     def test_every_method_has_a_row(self, peers: tuple[dict[str, Any], str, Path]) -> None:
         data, printed, folder = peers
         methods = [method.name for method in all_methods([1.0, 0.01, "min"], memory_budgets=[0.3], inductor_budgets=[])]
@@ -250,6 +251,7 @@ def test_the_picture_takes_rows_that_were_not_measured(tmp_path: Path) -> None:
     assert picture([("a network", rows)] * 4, tmp_path / "peers.png")
 
 
+@pytest.mark.long
 def test_byte_gpt_trains_with_the_same_bits_in_less_memory(tmp_path: Path) -> None:
     ended = run(ROOT / "examples" / "byte_gpt" / "train.py", "--small", "--steps", "6", folder=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr

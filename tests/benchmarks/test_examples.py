@@ -21,6 +21,7 @@ EXAMPLES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example(name: str, tmp_path: Path) -> None:
     environment = {**os.environ, "LIGHTNING_REMAT_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}

@@ -60,6 +60,7 @@ def ran(*do: str, seconds: float = 120.0, most: int | None = None, **changes: An
 
 
 class TestProcesses:
+    @pytest.mark.long
     def test_a_crash_is_recorded_and_the_next_case_runs(self) -> None:
         found = ran("print/abort/answer/leave/answer")
         assert [one["status"] for one in found.values()] == [OK, CRASHED, OK, CRASHED, OK]
@@ -76,14 +77,17 @@ class TestProcesses:
         assert any("raise ArithmeticError" in line for line in found["0-0-raise"]["traceback"])
         assert found["0-1-answer"]["status"] == OK
 
+    @pytest.mark.long
     def test_a_hang_is_ended(self) -> None:
         found = ran("answer/hang/answer", limit_seconds=5.0)
         assert [one["status"] for one in found.values()] == [OK, HUNG, OK]
 
+    @pytest.mark.long
     def test_what_is_not_done_in_time_has_no_result(self) -> None:
         assert "0-1-hang" not in ran("answer/hang/answer", seconds=3.0)
         assert ran("answer", seconds=5.0, least_seconds=10.0) == {}
 
+    @pytest.mark.long
     def test_groups_are_processes(self) -> None:
         found = ran("answer/answer", "answer", most=1)
         one, same, other = (one["process"] for one in found.values())
@@ -134,6 +138,7 @@ Run = Callable[..., tuple[int, list[str]]]
 
 
 class TestSuite:
+    @pytest.mark.long
     def test_a_second_run_goes_on_where_the_first_was(self, run: Run, tmp_path: Path) -> None:
         assert run("answer/answer") == (0, ["0-answer", "1-answer"])
         assert run("answer/answer/mismatch/abort") == (1, ["2-mismatch", "3-abort"])
@@ -149,12 +154,14 @@ class TestSuite:
         assert "4 results (2 ok): 1 mismatches, 0 steps over budget, 1 crashes" in page
         assert "0-3-abort: crashed" in page
 
+    @pytest.mark.long
     def test_results_of_other_code_are_made_again(self, run: Run, tmp_path: Path) -> None:
         assert run("answer/answer") == (0, ["0-answer", "1-answer"])
         other = {**HERE, "sources": "def"}
         assert run("answer/answer", here=other) == (0, ["0-answer", "1-answer"])
         assert list(read(tmp_path / "out" / "made-up.json")["environments"].values()) == [other]
 
+    @pytest.mark.long
     def test_a_run_that_was_stopped_keeps_what_it_has(
         self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

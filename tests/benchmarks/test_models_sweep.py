@@ -68,6 +68,7 @@ def test_a_row_of_what_holds() -> None:
     assert Row.from_dict(json.loads(json.dumps(row.to_dict()))) == row
 
 
+@pytest.mark.long
 def test_a_row_of_what_is_captured_in_parts() -> None:
     row = examine(Architecture("torch", "two", lambda: training(Layers(breaks=True))), ["min"], time_limit=0.5)
     assert row.captured == "3 parts" and not row.planned[0].differs and not row.planned[0].exception

@@ -142,6 +142,7 @@ def test_the_largest_is_set_where_the_loader_looks(holder):
     assert finder.optimal_batch_size == 40 and set(seen) == {40}
 
 
+@pytest.mark.long
 def test_what_is_found_fits_and_is_larger_than_without():
     torch.manual_seed(0)
     torch.set_num_threads(2)
@@ -157,6 +158,7 @@ def test_what_is_found_fits_and_is_larger_than_without():
     assert torch.get_num_threads() == 2  # the solvers' searches leave them alone
 
 
+@pytest.mark.long
 def test_a_larger_one_does_not_fit_or_costs_too_much(equal_seconds):
     finder = RematBatchSizeFinder(max_overhead=0.25)
     run(Sized(), finder, callback(time_limit=0.3))
@@ -166,6 +168,7 @@ def test_a_larger_one_does_not_fit_or_costs_too_much(equal_seconds):
     assert found.plan.overhead > 0.1 or found.plan.predicted_peak_bytes > 0.95 * BUDGET
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrong", [0.6, 1.5])
 def test_a_wrong_first_prediction_is_corrected(wrong, monkeypatch, equal_seconds):
     predicted = BatchSizes.largest
@@ -210,6 +213,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return calls
 
 
+@pytest.mark.long
 def test_few_captures_and_solves(equal_seconds, counted):
     """At most four plans' time: as many measurements, and solves of three seconds instead of plans."""
     finder, remat = RematBatchSizeFinder(), callback(time_limit=0.3)
@@ -233,6 +237,7 @@ def test_few_captures_and_solves(equal_seconds, counted):
     assert remat.plan.predicted_seconds <= finder.found.plan.predicted_seconds * (1 + 1e-9)
 
 
+@pytest.mark.long
 def test_a_captured_batch_that_runs_out_of_memory_is_survived(equal_seconds, counted, monkeypatch):
     """The larger of the two that are predicted from: a smaller one takes its place."""
     sizes: list[int] = []
@@ -246,6 +251,7 @@ def test_a_captured_batch_that_runs_out_of_memory_is_survived(equal_seconds, cou
     assert finder.optimal_batch_size > 16
 
 
+@pytest.mark.long
 def test_nothing_of_a_step_that_ran_out_of_memory_is_held(equal_seconds, monkeypatch):
     """When the next size is tried, the batch of the last is gone, and so is all that its step has saved."""
     given: list[tuple[int, weakref.ref[torch.Tensor]]] = []
@@ -267,6 +273,7 @@ def test_nothing_of_a_step_that_ran_out_of_memory_is_held(equal_seconds, monkeyp
     assert alive == [[]] * len(tried)
 
 
+@pytest.mark.long
 def test_progress_says_what_is_tried(monkeypatch, equal_seconds):
     words: list[str] = []
     monkeypatch.setattr(batch_size_finder.PlanningProgress, "__call__", lambda _, text: words.append(text))
@@ -310,6 +317,7 @@ def test_the_run_is_that_of_the_same_batch_size_without_the_finder():
     assert results[0]["steps"] == 2
 
 
+@pytest.mark.long
 def test_max_val_margin_and_the_dataset_are_limits():
     finder = RematBatchSizeFinder(max_val=24)
     run(Sized(), finder)
@@ -328,6 +336,7 @@ def test_a_loader_made_from_a_batch_size():
     assert finder.found.before == 8 < finder.optimal_batch_size and set(seen) == {finder.optimal_batch_size}
 
 
+@pytest.mark.long
 def test_the_effective_batch_size_is_kept():
     finder = RematBatchSizeFinder(keep_effective_batch_size=True)
     runner, seen = run(Sized(batch_size=96), finder, accumulate_grad_batches=4)
@@ -351,6 +360,7 @@ class Derived(pl.LightningDataModule):
         return loader(SAMPLES, self.batch_size_per_device)
 
 
+@pytest.mark.long
 def test_a_loader_that_does_not_follow_is_refused():
     with pytest.raises(ConfigError, match="batches of 8.*batch_arg_name"):
         run(Bare(), RematBatchSizeFinder(), datamodule=Derived())
@@ -367,12 +377,14 @@ class Pairs(Sized):
         return {"image": loader(SAMPLES, self.batch_size), "text": loader(SAMPLES, self.batch_size)}
 
 
+@pytest.mark.long
 def test_several_loaders_and_outputs_in_a_dict():
     finder = RematBatchSizeFinder(max_val=40)
     runner, _ = run(Pairs(), finder, limit_train_batches=1)
     assert finder.optimal_batch_size > 16 and runner.global_step == 1
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:only a part of Recurrent:lightning_remat.planner.RematWarning")
 def test_what_cannot_be_predicted_stays_as_it_is():
     class Recurrent(Sized):

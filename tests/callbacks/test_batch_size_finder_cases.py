@@ -474,6 +474,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1)]
 
 
+@pytest.mark.long
 def test_two_processes_find_the_same_size(processes):
     first, second = processes
     assert first["size"] == second["size"] > BEFORE == first["before"] == second["before"]

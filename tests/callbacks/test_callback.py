@@ -331,6 +331,7 @@ def test_progress_bars(bar):
 
 
 # Lightning's own advice, on a run that is too short for its profiler's schedule.
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule will be overridden:UserWarning")
 @pytest.mark.filterwarnings("ignore:only a part of Classifier:lightning_remat.planner.RematWarning")
 @pytest.mark.parametrize("make", [PyTorchProfiler, SimpleProfiler])

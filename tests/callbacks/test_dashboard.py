@@ -218,6 +218,7 @@ def test_a_picture_that_cannot_be_written(tmp_path):
     assert (tmp_path / "remat" / "plan-1.json").exists()
 
 
+@pytest.mark.long
 def test_a_terminal_shows_a_table_of_the_first_plan_and_a_line_for_each_other(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(

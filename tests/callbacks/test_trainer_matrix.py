@@ -160,6 +160,7 @@ CELLS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings(
     "ignore:User-provided SWA:UserWarning",
     "ignore:Detected call of `lr_scheduler.step:UserWarning",
@@ -194,6 +195,7 @@ def test_learning_rates_and_checkpoints_are_the_same(tmp_path: Any) -> None:
     assert scheduled.trainer.checkpoint_callback.best_model_path
 
 
+@pytest.mark.long
 def test_spawned_processes_train_the_same() -> None:
     """The Trainer, its callbacks and the module are pickled; what comes back has the same bits."""
     options = {"strategy": "ddp_spawn", "devices": 2, "train": lambda: loader(32)}
@@ -204,6 +206,7 @@ def test_spawned_processes_train_the_same() -> None:
 
 
 class TestPlanOnly:
+    @pytest.mark.long
     def test_it_plans_saves_and_stops(self, tmp_path: Any) -> None:
         remat = RematCallback(0.5, cost_model="unit", plan_only=True)
         torch.manual_seed(0)

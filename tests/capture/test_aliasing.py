@@ -159,6 +159,7 @@ def check(seed: int, accumulated: int, share: float) -> bool:
     return True
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::lightning_remat.RematWarning")  # what it refuses is told by `failures`
 @given(st.integers(0, 10**6), st.sampled_from([1, ACCUMULATED]), st.sampled_from([0.7, 0.9]))
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))

@@ -60,6 +60,7 @@ def results(make, around, budget):
     return step
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("budget", [1.0, "min"])
 @pytest.mark.parametrize(
     ("make", "around"),

@@ -38,6 +38,7 @@ def long_t5() -> nn.Module:
 NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 17)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not NEWER, reason=f"transformers {transformers.__version__} computes in another way")
 @pytest.mark.parametrize("model", [mamba, mixtral, long_t5])
 def test_bits_are_those_of_eager_mode(model: Callable[[], nn.Module]) -> None:

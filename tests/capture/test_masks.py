@@ -171,6 +171,7 @@ def mask(*shape: int, padded: bool = False, left: bool = False) -> torch.Tensor:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 def test_bits_and_masks_are_equal_with_and_without_padding(name: str) -> None:
     pair = Pair(MODELS[name])
@@ -232,6 +233,7 @@ def test_what_older_models_ask(window: int | None) -> None:
     assert len(pair.step.plans) == 2
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
     not hasattr(masking_utils, "create_recurrent_attention_mask"),
     reason=f"transformers {transformers.__version__}: each recurrent model decides for itself",
@@ -260,6 +262,7 @@ def test_any_mask() -> None:
     assert len(pair.step.plans) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["llama", "llama without cache"])
 def test_lengths_that_vary(name: str) -> None:
     pair = Pair(MODELS[name])
@@ -267,6 +270,7 @@ def test_lengths_that_vary(name: str) -> None:
         assert pair.same(shape=(rows, length))
 
 
+@pytest.mark.long
 def test_masks_of_lengths_that_vary() -> None:
     pair = Pair(MODELS["llama"])
     for length, padded in [(40, False), (36, True), (33, False), (47, True), (47, False), (51, True), (50, False)]:

@@ -105,6 +105,7 @@ class GivesItsListAway(Keeping):
         return loss
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [NewListEachEpoch, ReadsItsList, BindsAnotherList, GivesItsListAway])
 @pytest.mark.filterwarnings("ignore:.*captured 5 times.*", "ignore:.*could not be captured.*")
 def test_lists_used_in_other_ways(make):

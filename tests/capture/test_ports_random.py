@@ -98,6 +98,7 @@ def differing(seed: int) -> tuple[list[int], int]:
     return [i for i, one in enumerate(same) if not one], len(step.plans)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*could not be captured.*")
 @pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 100), marks=pytest.mark.slow)], ids=["some", "many"])
 def test_random_steps_in_parts(seeds: range) -> None:

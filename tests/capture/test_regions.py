@@ -65,6 +65,7 @@ def trained(net: nn.Module, step, steps: int = 3) -> dict[str, object]:
     return {"losses": losses, "parameters": list(net.parameters()), "buffers": list(net.buffers())}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
 @pytest.mark.parametrize("kind", [Marked, Outer])
 def test_marked_blocks_are_captured_whole_and_rematerialized(kind: type[Block], norm: type[nn.Module]) -> None:

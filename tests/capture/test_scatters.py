@@ -93,6 +93,7 @@ def step(call: Any, module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
 NETWORKS: list[Network] = [part_of_a_row, row_by_row, with_steps_and_numbers, in_another_type, transposed, as_it_lies]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("budget", [1.0, "min"])
 @pytest.mark.parametrize("fill", NETWORKS, ids=lambda fill: fill.__name__)
 def test_bits_and_memory(fill: Network, budget: float | str) -> None:

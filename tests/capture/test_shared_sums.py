@@ -267,6 +267,7 @@ def test_a_weight_that_one_part_casts_and_another_does_not() -> None:
     same_bits(Head, lambda module, plan: judged_once(plan(module)))
 
 
+@pytest.mark.long
 def test_what_nobody_else_reads_is_added_up_where_it_is_made() -> None:
     """A cell that is run through many times: its gradients would be as many, each as large as the weights."""
 

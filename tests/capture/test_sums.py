@@ -40,6 +40,7 @@ def steps(module: nn.Module, step: Any) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [Parts, Looped])
 @pytest.mark.parametrize("seed", range(8))
 def test_random_parts(make: type[Parts], seed: int) -> None:

@@ -55,6 +55,7 @@ def test_what_is_not_there_says_why() -> None:
         gone()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["GONE", "NEW"])
 def test_training_on_a_torch_that_is_not_known(kind: str, tmp_path: Path) -> None:
     """Two epochs with the callback, with the strategy and of Fabric, and a plan from a file, in a process of their own."""

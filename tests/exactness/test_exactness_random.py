@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -258,6 +259,7 @@ def train(module: nn.Module, step: Callable[..., torch.Tensor], batch: torch.Ten
 BUDGETS = st.one_of(st.just("min"), st.floats(0.2, 1.0).map(lambda share: round(share, 2)))
 
 
+@pytest.mark.long
 @settings(max_examples=14, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(make=networks(), budget=BUDGETS)
 def test_a_random_network_trains_with_eagers_bits(

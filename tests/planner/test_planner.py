@@ -90,6 +90,7 @@ def test_malformed_options_say_what_is_accepted(options: dict[str, object], mess
         RematConfig.from_mapping(options)
 
 
+@pytest.mark.long
 def test_an_interrupt_is_said_and_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

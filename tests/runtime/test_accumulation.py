@@ -259,6 +259,7 @@ def test_it_is_left_to_autograd_from_then_on(added: list[int]) -> None:
     assert remat.runs == (1, 9) and not added
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [Together, After])
 def test_what_comes_after_leaves_it_to_autograd(make: Any, added: list[int]) -> None:
     _, _, remat = compare(make, plans=None, accumulate_grad_batches=2, **LONG)

@@ -117,6 +117,7 @@ class Pair:
         assert self.step.failures == ()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
 def test_a_loss_outside_has_eagers_bits(make: Callable[[], tuple[nn.Module, torch.Tensor]], loss: str) -> None:
@@ -207,6 +208,7 @@ def test_parts_of_a_step(budget: Any) -> None:
     assert len(pair.step.plans) > 2
 
 
+@pytest.mark.long
 def test_sizes_that_vary() -> None:
     torch.manual_seed(0)
     layers = [nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Conv1d(8, 6, 3), nn.BatchNorm1d(6)]
@@ -216,6 +218,7 @@ def test_sizes_that_vary() -> None:
         pair.train(LOSSES["transposed" if seed % 3 else "sum"], seed)
 
 
+@pytest.mark.long
 @settings(max_examples=15, deadline=None)
 @given(
     make=st.sampled_from(MAKES),

@@ -48,6 +48,7 @@ def wait_for(search: Search, seconds: float = 60.0):
     raise AssertionError("nothing was found, and the search goes on")
 
 
+@pytest.mark.long
 def test_the_process_finds_a_cheaper_schedule_and_ends() -> None:
     plan = dear_plan()
     search = Search(plan, RematConfig(budget=BUDGET, time_limit=2.0))
@@ -216,6 +217,7 @@ class Endless:
         self.running = False
 
 
+@pytest.mark.long
 def test_one_search_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     monkeypatch.setattr(_improving, "Search", Endless)
@@ -235,6 +237,7 @@ def test_one_search_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step._step._improving.search is None and not step._step._improving.waiting
 
 
+@pytest.mark.long
 def test_a_copy_is_captured_anew_and_trains_its_own_weights() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -256,6 +259,7 @@ def test_a_copy_is_captured_anew_and_trains_its_own_weights() -> None:
         one.close()
 
 
+@pytest.mark.long
 def test_training_goes_on_when_the_process_is_killed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -281,6 +285,7 @@ def test_training_goes_on_when_the_process_is_killed(
     assert len([r for r in caplog.records if "the plan at hand stays" in r.message]) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("background", "limits"), [(True, [2.0, 30.0]), (False, [30.0])])
 def test_the_first_plan_is_asked_for_in_two_seconds(
     background: bool, limits: list[float], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

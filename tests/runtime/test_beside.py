@@ -139,6 +139,7 @@ def test_a_device_that_had_room_for_a_step_goes_on_to_have_it(
     assert [record.message for record in caplog.records if "keeps its plans" in record.message]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.3, "min"])
 def test_between_two_graphs(share: float | str) -> None:
     torch._dynamo.reset()
@@ -318,6 +319,7 @@ assert profiler_running()
 """
 
 
+@pytest.mark.long
 def test_a_process_may_end_while_a_step_is_measured() -> None:
     done = subprocess.run([sys.executable, "-c", ENDS_IN_THE_MIDST], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -56,6 +56,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
     return run(tmp_path_factory.mktemp("ddp"), *CASES, *FAILING)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", [*CASES, *FAILING])
 def test_the_numbers_are_those_of_ddp(found, case):
     for process in found[case]:
@@ -100,6 +101,7 @@ def test_buckets_are_counted(found):
         assert all(plan["resident"] >= weights for process in found[case] for plan in process["plans"])
 
 
+@pytest.mark.long
 def test_an_infeasible_budget_is_told_in_both(tmp_path):
     for process in run(tmp_path, "infeasible")["infeasible"]:
         assert "smallest feasible budget found is" in process["error"]
@@ -113,6 +115,7 @@ def test_one_process_runs_out_of_memory_and_all_go_on(found, where):
     assert first[0] == second[0] > first[-1] == second[-1]  # both have come down to the same
 
 
+@pytest.mark.long
 def test_where_one_process_cannot_go_on_all_end_with_its_error(tmp_path):
     """The other waits for gradients that do not come; that it ends, and does not hang, is what is tested."""
     case = "backward always fails"

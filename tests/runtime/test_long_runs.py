@@ -133,6 +133,7 @@ def test_where_there_are_many_plans_others_are_taken(monkeypatch: pytest.MonkeyP
     pair.assert_same()
 
 
+@pytest.mark.long
 def test_memory_is_flat() -> None:
     """400 steps over 12 shapes; `test_ten_thousand_steps` is the long one."""
     _is_flat(Pair(Sequences(1), budget=0.6), steps=400, shapes=12, begins=100)

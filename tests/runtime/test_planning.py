@@ -59,6 +59,7 @@ class InParts(nn.Module):
         return self.second(x).square().mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("agreement", [OneProcess(), None], ids=["several processes", "one"])
 def test_a_lowered_budget_holds_for_plans_made_together(agreement: OneProcess | None) -> None:
     torch.manual_seed(0)

@@ -518,6 +518,7 @@ class TestContents:
 
         assert captured_whole(check(net(forward), inputs(64)[:32]))
 
+    @pytest.mark.long
     def test_autocast(self) -> None:
         def forward(self: Net, x: torch.Tensor) -> torch.Tensor:
             with torch.autocast("cpu", torch.bfloat16):
@@ -536,6 +537,7 @@ class TestContents:
         module.run = lambda self, x: self.last(functional.dropout(self.norm(self.first(x)), 0.15)).square().mean()
         assert captured_whole(check(module.bfloat16(), inputs().bfloat16()))
 
+    @pytest.mark.long
     def test_a_gradient_penalty_inside_is_part_of_the_graph(self) -> None:
         def forward(self: Net, x: torch.Tensor) -> torch.Tensor:
             x = x.detach().requires_grad_()
@@ -566,6 +568,7 @@ class TestContents:
         assert torch.equal(module.first.weight.grad, other.first.weight.grad)
         assert step.runs == (1,)
 
+    @pytest.mark.long
     def test_gpt2_with_labels_is_one_graph(self) -> None:
         from transformers import GPT2Config, GPT2LMHeadModel
 

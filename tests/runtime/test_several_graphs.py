@@ -49,6 +49,7 @@ def train(call: Any, module: torch.nn.Module, x: torch.Tensor, steps: int) -> li
     return [*losses, *(p.detach().clone() for p in module.parameters()), torch.get_rng_state()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("parts", "share"), [(2, 0.8), (2, 0.3), (3, 0.3)])
 def test_graphs_share_one_budget(share: float, parts: int) -> None:
     torch._dynamo.reset()
@@ -82,6 +83,7 @@ def test_graphs_share_one_budget(share: float, parts: int) -> None:
     assert measured >= 0.9 * max(plan.predicted_peak_bytes for plan in together)
 
 
+@pytest.mark.long
 def test_the_smallest_budget_is_that_of_all_graphs() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -98,6 +100,7 @@ def test_the_smallest_budget_is_that_of_all_graphs() -> None:
     assert caught.value.smallest_bytes == pytest.approx(least, rel=1e-3)
 
 
+@pytest.mark.long
 def test_a_backward_is_that_of_its_forward_whatever_runs_meanwhile() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -115,6 +118,7 @@ def test_a_backward_is_that_of_its_forward_whatever_runs_meanwhile() -> None:
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.long
 def test_calls_that_go_different_ways_keep_one_budget() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -198,6 +202,7 @@ def test_what_is_handed_on_counts_once() -> None:
     assert 0.95 * predicted <= measured <= 1.01 * predicted
 
 
+@pytest.mark.long
 def test_too_many_ways_are_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

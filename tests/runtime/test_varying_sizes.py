@@ -87,6 +87,7 @@ def graphs(step: Any) -> int:
     return len(step._step._plans.graphs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("budget", [1.0, 0.5])
 def test_sequences_of_many_lengths(budget: float) -> None:
     step = compared(Encoder(), [tokens(n) for n in LENGTHS], budget=budget)
@@ -103,18 +104,21 @@ def test_images_of_many_sizes() -> None:
     assert any(plan.rematerializes for plan in step.plans[STATIC_CAPTURES:])
 
 
+@pytest.mark.long
 def test_batches_and_lengths_vary() -> None:
     batches = [tokens(n, batch=2 + n % 5) for n in LENGTHS]
     step = compared(Encoder(), batches, budget=0.5)
     assert graphs(step) <= STATIC_CAPTURES + 2
 
 
+@pytest.mark.long
 def test_sizes_that_are_equal_by_chance() -> None:
     """As long as the width, the batch or the vocabulary: what lies on what must not be decided by that."""
     step = compared(Encoder(width=32), [tokens(n, batch=12) for n in (20, 22, 24, 32, 12, 64, 50, 33)], budget=0.5)
     assert graphs(step) <= STATIC_CAPTURES + 2
 
 
+@pytest.mark.long
 def test_one_budget_for_all() -> None:
     """In bytes: short ones run as they are, long ones fit, and peaks are those that were predicted."""
     torch.manual_seed(0)
@@ -142,6 +146,7 @@ def test_one_budget_for_all() -> None:
     assert len(step.plans) <= STATIC_CAPTURES + 6
 
 
+@pytest.mark.long
 def test_what_is_infeasible_is_told_and_shorter_ones_go_on() -> None:
     module = Encoder(width=64, layers=2)
     least = rematerialize(copy.deepcopy(module), budget="min", cost_model="unit", solver="crossing", time_limit=1)
@@ -175,12 +180,14 @@ class Breaks(Encoder):
         return loss * self.head.bias.sum().exp()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("make", [Decides, Breaks])
 def test_where_sizes_cannot_be_symbols_each_is_captured(make: type[Encoder]) -> None:
     step = compared(make(), [tokens(n) for n in LENGTHS[:6]], budget=0.7)
     assert graphs(step) >= 6
 
 
+@pytest.mark.long
 def test_less_memory_than_was_thought() -> None:
     """After an out-of-memory error the plans for all sizes are made again, within less."""
     module = Encoder(width=64, layers=2)
@@ -197,6 +204,7 @@ def test_less_memory_than_was_thought() -> None:
     assert graphs(step) == STATIC_CAPTURES + 1
 
 
+@pytest.mark.long
 def test_less_memory_at_a_point_of_the_grid() -> None:
     """The plan that was made for just these sizes is over what there is now: another is made."""
     step = rematerialize(Encoder(width=64, layers=2), budget="64MiB", cost_model="unit", solver="crossing")

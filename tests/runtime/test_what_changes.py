@@ -92,6 +92,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
+@pytest.mark.long
 def test_experts_are_left_alone_and_what_is_around_them_is_planned() -> None:
     torch.manual_seed(0)
     module, steps = Mixture(), MOST_CAPTURES + 6
@@ -119,6 +120,7 @@ def test_experts_are_left_alone_and_what_is_around_them_is_planned() -> None:
     assert step.plan.predicted_peak_bytes == pytest.approx(max(planned), rel=0.05)
 
 
+@pytest.mark.long
 def test_what_eager_mode_runs_twice_is_given_up() -> None:
     torch.manual_seed(0)
     module, steps = Mixture(checkpointed=True), MOST_CAPTURES + 6

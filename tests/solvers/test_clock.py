@@ -48,6 +48,7 @@ def test_counted_work_ends_every_method_alike_on_a_slow_machine(method: str, mon
     assert told(solve(graph, budget, method, time_limit=1e6, work_limit=0.2)) == told(fast)
 
 
+@pytest.mark.long
 def test_less_work_is_less_search() -> None:
     graph = unit_chain(60)
     looks = []

@@ -48,6 +48,7 @@ def test_no_other_method_is_cheaper_than_the_bound(seed: int) -> None:
             assert proven is not None and proven <= solution.seconds * (1 + 1e-6)
 
 
+@pytest.mark.long
 @given(st.integers(0, 10_000))
 def test_schedules_are_within_the_budget_and_over_the_bound(seed: int) -> None:
     graph = random_graph(seed, 8, 8)

@@ -40,6 +40,7 @@ def test_a_curve_is_read_at_any_budget() -> None:
     assert curve.within(30) is not None and curve.within(30).seconds == 25  # type: ignore[union-attr]
 
 
+@pytest.mark.long
 def test_a_curve_is_near_what_single_plans_find() -> None:
     graph = unit_chain(24)
     curve = plan_curve(graph, 24, 300.0)

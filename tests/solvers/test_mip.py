@@ -261,6 +261,7 @@ def test_a_solver_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch
         solve(unit_chain(8), 5, "milp", solver="HIGHS")
 
 
+@pytest.mark.long
 @POSIX
 @pytest.mark.parametrize("how", ["prints", "says nothing"])
 def test_an_interpreter_of_its_own_mind(

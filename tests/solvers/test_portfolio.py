@@ -24,6 +24,7 @@ from tests.helpers.brute_force import cheapest_of_any_order
 from tests.helpers.graphs import random_graph, unit_chain
 
 
+@pytest.mark.long
 @given(st.integers(0, 10_000), st.floats(0.3, 1.0))
 @settings(max_examples=15)
 def test_every_method_returns_what_it_says(seed: int, share: float) -> None:
@@ -94,6 +95,7 @@ def test_auto_improves_several_schedules_and_the_best_of_them_again(monkeypatch:
     assert max(improved.count(method) for method in improved) > 1
 
 
+@pytest.mark.long
 def test_auto_falls_back_to_treewidth_where_the_others_find_nothing() -> None:
     solution = solve(unit_chain(40), 5, "auto", 30.0)
     if solution.schedule is None:
@@ -144,6 +146,7 @@ def test_an_interrupt_before_anything_was_found_is_one(monkeypatch: pytest.Monke
         solve(unit_chain(8), 5, "auto")
 
 
+@pytest.mark.long
 def test_an_interrupt_while_improving_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_args: object, **_options: object) -> None:
         raise KeyboardInterrupt

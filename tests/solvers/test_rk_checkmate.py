@@ -56,6 +56,7 @@ def test_schedules_pass_the_verifier(seed: int) -> None:
         assert (solution.schedule is None) == (solution.status in (Status.INFEASIBLE, Status.TIMEOUT))
 
 
+@pytest.mark.long
 def test_larger_problems_are_coarsened_and_claim_no_bound() -> None:
     graph = unit_chain(30)
     solution = solve(graph, 16, "rk_checkmate", coarsen_to=14)

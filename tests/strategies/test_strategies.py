@@ -136,6 +136,7 @@ def test_by_name_a_callback_is_added():
     assert_same(undisturbed(), run.results)
 
 
+@pytest.mark.long
 def test_options_of_the_callback():
     strategy = RematStrategy(budget=0.5, cost_model="unit", measure=False, artifacts=False)
     run = fit(Classifier, strategy=strategy, train=lambda: loader(32))
