@@ -161,6 +161,13 @@ class Captures:
 
     # -- what is not captured -----------------------------------------------------------------------------------------
 
+    def turned_off(self) -> bool:
+        """Whether the user lets Dynamo capture nothing at present; warns of it once."""
+        by = internals.turned_off()
+        if by:
+            self._reasons.failed(f"torch captures nothing at present: {by} turns that off")
+        return bool(by)
+
     def tell_compiled(self) -> None:
         """Warn once of what the step calls that was compiled with ``torch.compile``: it is not planned."""
         if not self._compiled or self._told_compiled:

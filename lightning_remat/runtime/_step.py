@@ -151,7 +151,7 @@ class ScheduledStep:
         return self._plans.last
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or self._reasons.gave_up:
+        if not torch.is_grad_enabled() or self._reasons.gave_up or self._captures.turned_off():
             self.end_measured()
             return self.function(*args, **kwargs)
         early = self._captures.early

@@ -1,4 +1,4 @@
-"""RematCallback in a Trainer: the same numbers as without it, and nothing left behind."""
+"""RematCallback in a Trainer: the same numbers as without it, whatever the Trainer and the callback are told."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import dataclasses
 import inspect
 import io
 import pickle
-import re
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
-    ModelCheckpoint,
     RichProgressBar,
     StochasticWeightAveraging,
     TQDMProgressBar,
@@ -24,13 +21,11 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from torch import nn
-from torch.utils.data import DataLoader
 
 from lightning_remat.budget import device_total_bytes
 from lightning_remat.callbacks import RematCallback, RematCallbackConfig
 from lightning_remat.errors import BudgetError, ConfigError, InfeasibleBudgetError
-from lightning_remat.planner import RematWarning
+from tests.helpers.small import ONE, NoBatchIdx
 from tests.helpers.training import (
     Classifier,
     Validated,
@@ -41,11 +36,8 @@ from tests.helpers.training import (
     compare,
     fit,
     loader,
-    network,
     trainer,
 )
-
-ONE = {"train": lambda: loader(16), "plans": 1}  # two batches of one size: one plan, half the time
 
 
 def test_an_epoch_with_a_smaller_last_batch_and_validation():
@@ -94,200 +86,6 @@ def test_accumulation_that_begins_later():
     _, _, remat = compare(Classifier, **ONE, budget=0.5, max_epochs=2, callbacks=callbacks)
     graph = remat.plans[0].graph
     assert graph.forward_resident_bytes == 0 and graph.resident_bytes >= graph.gradient_bytes
-
-
-# -- kinds of steps ---------------------------------------------------------------------------------------------------
-
-
-class Schedulers(Classifier):
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=10)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-class NoBatchIdx(Classifier):
-    def training_step(self, batch):
-        return self.loss(batch)
-
-
-class DataloaderIdx(Classifier):
-    def training_step(self, batch, batch_idx, dataloader_idx=0):
-        return self.loss(batch) * (1 + dataloader_idx)
-
-
-class ReturnsDict(Classifier):
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        logits = self.net(x)
-        return {"loss": nn.functional.cross_entropy(logits, y), "logits": logits, "name": "step", "batch_idx": 3}
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.seen.append(outputs["logits"].sum())
-        self.seen.append(outputs["loss"])
-
-
-class Skips(Classifier):
-    def training_step(self, batch, batch_idx):
-        if batch_idx % 2 == 1:
-            return None
-        return self.loss(batch)
-
-
-class OneInTwo(Classifier):
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        if batch_idx % 2 == 0:
-            loss = loss + self.net[0].weight.square().mean()
-        return loss
-
-
-class ReadsProgress(Classifier):
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        if self.global_step >= 3:
-            loss = loss * 2
-        if self.current_epoch > 2:
-            loss = loss * 2
-        return loss
-
-
-class LogsProgress(Classifier):
-    def training_step(self, batch, batch_idx):
-        self.log("step", float(self.global_step))
-        self.log("epoch", self.current_epoch)
-        return self.loss(batch) * min(1.0, self.global_step / 3)
-
-
-class Frozen(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.net[0].requires_grad_(False)
-
-
-class ManualTwo(Classifier):
-    """Two networks with an optimizer each, in the order of a GAN."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-        self.other = network(2)
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        first, second = self.optimizers()
-        loss = nn.functional.cross_entropy(self.net(x), y)
-        first.zero_grad()
-        self.manual_backward(loss)
-        first.step()
-        other = nn.functional.mse_loss(self.other(x), self.net(x).detach())
-        second.zero_grad()
-        self.manual_backward(other)
-        self.log("bias", self.net[0].bias[0])
-        second.step()
-        self.log_dict({"loss": loss, "other": other})
-        self.lr_schedulers().step()
-
-    def configure_optimizers(self):
-        first = torch.optim.Adam(self.net.parameters())
-        second = torch.optim.SGD(self.other.parameters(), 0.1, momentum=0.9)
-        return [first, second], [torch.optim.lr_scheduler.StepLR(second, 1)]
-
-
-class ManualToggled(ManualTwo):
-    """The same with frozen halves, gradient clipping, a closure and torch's own backward."""
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        first, second = self.optimizers()
-        self.toggle_optimizer(first)
-        loss = nn.functional.cross_entropy(self.net(x) + self.other(x), y)
-        first.zero_grad()
-        self.manual_backward(loss)
-        self.clip_gradients(first, 0.1)
-        first.step()
-        self.untoggle_optimizer(first)
-
-        def closure():
-            second.zero_grad()
-            other = nn.functional.cross_entropy(self.other(x), y)
-            other.backward()
-            return other
-
-        second.step(closure)
-
-
-@pytest.mark.parametrize("make", [Schedulers, NoBatchIdx, DataloaderIdx, ReturnsDict, Frozen])
-def test_steps(make):
-    compare(make, **ONE)
-
-
-@pytest.mark.filterwarnings(
-    "ignore:only a part of ManualToggled:lightning_remat.planner.RematWarning"
-)  # not the closure
-@pytest.mark.parametrize("make", [ManualTwo, ManualToggled])
-def test_manual_optimization_with_two_optimizers(make):
-    _, _, remat = compare(make, **{**ONE, "plans": None}, budget=0.7)
-    assert len(remat.plans) >= (2 if make is ManualTwo else 1)
-
-
-def test_a_step_that_depends_on_batch_idx_has_two_graphs():
-    _, _, remat = compare(OneInTwo, train=lambda: loader(48), plans=None)
-    assert sum(remat.runs) == 6 and len(remat.plans) <= 2
-
-
-# Lightning's own advice.
-@pytest.mark.filterwarnings("ignore:`training_step` returned `None`:UserWarning")
-def test_a_step_that_skips_batches():
-    _, scheduled, remat = compare(Skips, train=lambda: loader(32), plans=None)
-    assert sum(remat.runs) >= 2 and scheduled.trainer.global_step == 4
-
-
-@pytest.mark.parametrize(("make", "graphs"), [(ReadsProgress, 3), (LogsProgress, 2)])
-def test_global_step_and_current_epoch_do_not_capture_every_step(make, graphs):
-    _, _, remat = compare(make, **{**ONE, "plans": None}, max_epochs=5)
-    assert sum(remat.runs) == 10
-    assert len(remat.plans) <= graphs
-
-
-# -- kinds of batches -------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class Example:
-    x: torch.Tensor
-    y: torch.Tensor
-
-
-def samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return list(loader(16).dataset)
-
-
-def as_dict() -> Any:
-    return DataLoader([{"x": x, "y": y} for x, y in samples()], 8)
-
-
-def as_dataclass() -> Any:
-    def collate(some):
-        return Example(torch.stack([x for x, _ in some]), torch.stack([y for _, y in some]))
-
-    return DataLoader(samples(), 8, collate_fn=collate)
-
-
-class DictBatch(Classifier):
-    def loss(self, batch):
-        return super().loss((batch["x"], batch["y"]))
-
-
-class DataclassBatch(Classifier):
-    def loss(self, batch):
-        return super().loss((batch.x, batch.y))
-
-
-@pytest.mark.parametrize(("make", "train"), [(DictBatch, as_dict), (DataclassBatch, as_dataclass)])
-def test_batches(make, train):
-    _, _, remat = compare(make, train=train, plans=1)
-    assert remat.runs == (2,)
 
 
 # -- other callbacks --------------------------------------------------------------------------------------------------
@@ -347,132 +145,7 @@ def test_profilers(make, tmp_path):
     assert make is PyTorchProfiler or remat.plan.rematerializes
 
 
-# Lightning's own remark on a checkpoint that is resumed with another folder.
-@pytest.mark.filterwarnings("ignore:The dirpath has changed:UserWarning", "ignore:Checkpoint directory:UserWarning")
-def test_checkpoints_and_resuming(tmp_path):
-    def saving(name: str) -> ModelCheckpoint:
-        return ModelCheckpoint(tmp_path / name, "{epoch}", save_top_k=-1)
-
-    def load(name: str) -> dict[str, Any]:
-        found = torch.load(tmp_path / name / "epoch=0.ckpt", weights_only=False)
-        found["callbacks"] = {re.sub(r"\{.*", "", key): None for key in found["callbacks"]}
-        return found
-
-    options = {"train": ONE["train"], "enable_checkpointing": True, "default_root_dir": tmp_path}
-    whole = fit(Classifier, saving("plain"), max_epochs=2, **options)
-    fit(Classifier, saving("remat"), callback(), max_epochs=1, **options)
-    assert_same(load("plain"), load("remat"))
-    remat = callback()
-    resumed = fit(Classifier, remat, max_epochs=2, ckpt_path=tmp_path / "remat" / "epoch=0.ckpt", **options)
-    assert_ran(remat, 1)
-    plain = fit(Classifier, max_epochs=2, ckpt_path=tmp_path / "plain" / "epoch=0.ckpt", **options)
-    assert_same(plain.results, resumed.results)
-    assert whole.trainer.global_step == resumed.trainer.global_step == 4
-
-
-# -- more than one fit ------------------------------------------------------------------------------------------------
-
-
-def test_several_fits_with_one_callback_and_one_trainer():
-    remat = callback()
-    runs = []
-    for callbacks in ([], [remat]):
-        torch.manual_seed(0)
-        module = Classifier()
-        runner = trainer(*callbacks)
-        data = loader(16)
-        for epochs in (1, 2):
-            runner.fit_loop.max_epochs = epochs
-            runner.fit(module, data)
-        assert runner.global_step == 4
-        other = Classifier()
-        second = trainer(*callbacks)
-        second.fit(other, data)
-        assert_clean(second, other)
-        runs.append([module.state_dict(), other.state_dict()])
-    assert_same(*runs)
-    assert_ran(remat, 1)
-    assert remat.runs == (2,)
-
-
-def test_two_callbacks_one_after_the_other():
-    first, second = callback(0.8), callback("min")
-    one = fit(Classifier, first, train=ONE["train"])
-    other = fit(Classifier, second, train=ONE["train"])
-    assert_same(one.results, other.results)
-    assert_ran(first, 1)
-    assert_ran(second, 1)
-    assert second.plan.budget_bytes < first.plan.budget_bytes
-    assert first.runs == second.runs == (2,)
-
-
-def test_validate_test_and_predict_after_fit():
-    plain, scheduled, remat = compare(Validated, **ONE, val=True)
-    before = remat.runs
-    for method in ("validate", "test", "predict"):
-        one = getattr(plain.trainer, method)(plain.module, loader(12))
-        other = getattr(scheduled.trainer, method)(scheduled.module, loader(12))
-        assert_same(one, other)
-    assert remat.runs == before
-
-
-def test_the_module_can_be_copied_pickled_and_loaded():
-    plain, scheduled, _ = compare(Classifier, **ONE)
-    assert type(scheduled.module) is Classifier
-    assert list(plain.module.state_dict()) == list(scheduled.module.state_dict()) == list(Classifier().state_dict())
-    loaded = pickle.loads(pickle.dumps(scheduled.module))
-    assert_same(plain.module.state_dict(), loaded.state_dict())
-    assert_same(plain.module.state_dict(), copy.deepcopy(scheduled.module).state_dict())
-
-
-def test_the_callback_can_be_copied_and_pickled_before_a_fit():
-    remat = pickle.loads(pickle.dumps(copy.deepcopy(RematCallback(0.25, reserve=7))))
-    assert (remat.config.budget, remat.config.reserve, remat.plan, remat.plans) == (0.25, 7, None, ())
-
-
-# -- things that go wrong ---------------------------------------------------------------------------------------------
-
-
-class Breaks(Classifier):
-    error: type[BaseException] = RuntimeError
-
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.log("loss", loss)
-        if batch_idx == 1:
-            raise self.error("the user's own")
-        return loss
-
-
-class BreaksBetween(pl.Callback):
-    def on_train_batch_end(self, *_):
-        raise RuntimeError("the user's own")
-
-
-@pytest.mark.parametrize("where", ["step", "callback"])
-def test_an_exception_undoes_everything(where):
-    remat = callback(measure=True)
-    torch.manual_seed(0)
-    module = Breaks() if where == "step" else Classifier()
-    runner = trainer(*([] if where == "step" else [BreaksBetween()]), remat)
-    with pytest.raises(RuntimeError, match="the user's own"):
-        runner.fit(module, loader(16))
-    assert_clean(runner, module)
-    assert not torch.autograd._profiler_enabled()
-    assert remat.runs and remat.failures == ()
-    pickle.dumps(module)
-
-
-def test_keyboard_interrupt_undoes_everything():
-    class Interrupted(Breaks):
-        error = KeyboardInterrupt
-
-    remat, module = callback(), Interrupted()
-    runner = trainer(remat)
-    with pytest.raises(SystemExit):
-        runner.fit(module, loader(16))
-    assert_clean(runner, module)
-    assert remat.plans
+# -- the callback's options -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -536,6 +209,9 @@ class TestConfig:
             RematCallback.from_config(file)
 
 
+# -- budgets ----------------------------------------------------------------------------------------------------------
+
+
 def test_a_budget_over_the_device():
     module, runner = Classifier(), trainer(callback(2 * device_total_bytes("cpu")))
     with pytest.raises(BudgetError, match="has"):
@@ -561,32 +237,3 @@ def test_a_step_that_fits_is_left_alone():
     assert_same(plain.results, scheduled.results)
     assert remat.runs == (1, 1)  # the first batch of each size; the second one of 8 ran as it is
     assert not remat.plan.rematerializes and remat.plan.budget_bytes > remat.plan.baseline_peak_bytes
-
-
-def test_what_cannot_be_captured_trains_as_before():
-    class Sparse(Classifier):
-        def loss(self, batch):
-            x, _ = batch
-            weight = torch.ones(8, len(x)).to_sparse().requires_grad_()
-            return torch.sparse.mm(weight, self.net(x)).square().sum()
-
-    plain = fit(Sparse, train=ONE["train"])
-    remat = callback()
-    with pytest.warns(RematWarning, match="runs as before"):
-        scheduled = fit(Sparse, remat, train=ONE["train"])
-    assert_same(plain.results, scheduled.results)
-    assert len(remat.failures) == 1
-
-
-# Lightning's own warning of what is experimental there.
-@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`:UserWarning")
-def test_a_step_that_takes_the_iterator():
-    class TakesIterator(Classifier):
-        def training_step(self, dataloader_iter):
-            batch, _, _ = next(dataloader_iter)
-            return self.loss(batch)
-
-    plain = fit(TakesIterator, train=ONE["train"])
-    with pytest.warns(RematWarning, match="dataloader_iter"):
-        scheduled = fit(TakesIterator, callback(), train=ONE["train"])
-    assert_same(plain.results, scheduled.results)

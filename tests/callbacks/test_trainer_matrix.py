@@ -1,6 +1,6 @@
 """What a Trainer can be told, cell by cell: bit for bit the run without the callback.
 
-Precision, optimization and the Trainer's own options; cells that need more than a line are in `test_callback`.
+Precision, optimization and the Trainer's own options; cells that need more than a line are in `test_callback` and `test_steps`.
 """
 
 from __future__ import annotations

@@ -65,6 +65,7 @@ if TYPE_CHECKING or not unknown_torch():
         is_code_of,
         is_whole_function,
         recapture_reason,
+        turned_off,
         varying,
     )
     from lightning_remat.capture._torch._guards import (
@@ -217,6 +218,7 @@ __all__ = [
     "substitute",
     "tensor_leaves",
     "tracing",
+    "turned_off",
     "uncollected",
     "unimplemented",
     "unknown_torch",

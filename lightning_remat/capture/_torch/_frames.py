@@ -4,12 +4,14 @@
   planned function, and its lock is held: neither a step that runs nor what another thread captures sees any of it.
 * ``ConvertFrameReturn``: a frame that is captured over and over is skipped, for this library alone (see
   `compile_frame`).
+* ``_stance``, ``config.disable``: whether Dynamo captures anything at all, or the user has turned it off.
 * ``maybe_mark_dynamic``, ``get_compilation_metrics``: sizes that are to be symbols, and why a frame was captured anew.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import types
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -18,6 +20,8 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.fx
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import eval_frame
 from torch._dynamo import types as dynamo_types
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.convert_frame import compile_lock
@@ -44,9 +48,21 @@ def compile_frame(
         symbolic: whether sizes may be symbols.
     """
     context: Any = torch._dynamo.optimize(backend=backend, dynamic=None if symbolic else False)
+    if not hasattr(context, "callback"):  # turned off
+        return function
     context.callback = _Capture(context.callback, around, left)
     compiled: Callable[..., Any] = context(function)
     return compiled
+
+
+def turned_off() -> str:
+    """By what Dynamo is kept from capturing anything at present, in words for people; "" where it is not."""
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return "TORCHDYNAMO_DISABLE=1"
+    if dynamo_config.disable:
+        return "TORCH_COMPILE_DISABLE=1, or torch._dynamo.config.disable"
+    stance = eval_frame._stance.stance
+    return "" if stance == "default" else f'torch.compiler.set_stance("{stance}")'
 
 
 class _Capture:

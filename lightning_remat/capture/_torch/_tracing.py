@@ -69,6 +69,7 @@ def tracing(dynamic_sources: str = "", floats: VaryingFloats | None = None) -> c
     settings: dict[str, Any] = {
         "recompile_limit": _UNLIMITED,
         "accumulated_recompile_limit": _UNLIMITED,
+        "error_on_recompile": False,
         "suppress_errors": True,
         "optimize_ddp": False,
         "trace_numpy": False,

@@ -28,10 +28,11 @@ NAMES = {
     "torch._dynamo": "maybe_mark_dynamic optimize",
     "torch._dynamo.backends.common": "aot_autograd",
     "torch._dynamo.bytecode_transformation": "create_call_function",
-    "torch._dynamo.config": "accumulated_recompile_limit allow_rnn assume_static_by_default enable_dynamo_decompositions "
-    "optimize_ddp patch recompile_limit suppress_errors trace_autograd_ops trace_numpy",
+    "torch._dynamo.config": "accumulated_recompile_limit allow_rnn assume_static_by_default disable "
+    "enable_dynamo_decompositions error_on_recompile optimize_ddp patch recompile_limit suppress_errors "
+    "trace_autograd_ops trace_numpy",
     "torch._dynamo.convert_frame": "compile_lock",
-    "torch._dynamo.eval_frame": "OptimizedModule",
+    "torch._dynamo.eval_frame": "OptimizedModule _stance",
     "torch._dynamo.exc": "TensorifyScalarRestartAnalysis unimplemented",
     "torch._dynamo.external_utils": "is_compiling",
     "torch._dynamo.guards": "GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT _get_closure_vars install_guard",

@@ -1,0 +1,176 @@
+"""When a step is captured anew, when a plan that is there is taken, and what is captured in parts or not at all."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+import warnings
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lightning_remat import rematerialize
+from lightning_remat.planner import RematWarning
+from lightning_remat.runtime._captures import MOST_CAPTURES
+from tests.helpers.nets import Net, check, inputs, net, same, train
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class TestCaptures:
+    def test_a_new_shape_gets_its_own_plan_and_an_old_one_is_known(self) -> None:
+        module = net()
+        step = rematerialize(module, budget="min", cost_model="unit")
+        for rows, plans in [(32, 1), (16, 2), (32, 2), (16, 2), (8, 3), (32, 3)]:
+            step(inputs(rows)).backward()
+            assert len(step.plans) == plans
+            assert step.plan is not None
+            batch = [t.shape for t in step.plan.graph.tensors if t.role.value == "batch"]
+            assert batch == [(rows, 8)]
+        assert step.runs == (3, 2, 1) and not step.failures
+
+    def test_more_shapes_than_dynamos_own_limit(self) -> None:
+        step = rematerialize(net(), budget="min", cost_model="unit")
+        for rows in range(2, 2 + 10):
+            step(inputs(rows)).backward()
+        step(inputs(2)).backward()
+        assert sum(step.runs) == 11 and step.runs[0] == 2 and not step.failures
+        assert len(step.plans) < 10  # from the fourth on, sizes are symbols
+
+    def test_without_gradients_the_original_runs(self) -> None:
+        module = net()
+        step = rematerialize(module, budget="min", cost_model="unit")
+        with torch.no_grad():
+            torch.manual_seed(3)
+            got = step(inputs())
+            torch.manual_seed(3)
+            assert torch.equal(got, module(inputs()))
+        with torch.inference_mode():
+            step(inputs())
+        assert not step.plans and not step.failures and step.plan is None
+
+    def test_evaluation_mode_with_gradients_is_another_plan(self) -> None:
+        module = net(norm=nn.BatchNorm1d(32))
+        module.run = lambda self, x: self.last(self.norm(self.first(x)).relu_()).square().mean()
+        step = rematerialize(module, budget="min", cost_model="unit")
+        step(inputs()).backward()
+        module.eval()
+        before = copy.deepcopy(module.norm.state_dict())
+        assert torch.equal(step(inputs()), module(inputs()))
+        assert all(torch.equal(value, before[name]) for name, value in module.norm.state_dict().items())
+        assert len(step.plans) == 2
+
+    def test_twice_before_the_backward(self) -> None:
+        results = []
+        for wrap in (False, True):
+            module = net()
+            step = rematerialize(module, budget="min", cost_model="unit") if wrap else module
+            torch.manual_seed(1)
+            (step(inputs()) + 2 * step(inputs(16)) + step(-inputs())).backward()
+            results.append([p.grad for p in module.parameters()])
+        assert all(map(torch.equal, *results))
+
+    def test_gradients_add_up(self) -> None:
+        results = []
+        for wrap in (False, True):
+            module = net()
+            step = rematerialize(module, budget="min", cost_model="unit") if wrap else module
+            torch.manual_seed(1)
+            for rows in (32, 16, 32):
+                step(inputs(rows)).backward()
+            results.append([p.grad for p in module.parameters()])
+        assert all(map(torch.equal, *results))
+
+    def test_a_value_that_always_changes_ends_in_one_warning(self) -> None:
+        counter = itertools.count()
+        state = {"step": 0}
+
+        def forward(self: Net, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(x).tanh()).square().mean() * (1.0 + state["step"])
+
+        module = net(forward)
+        step = rematerialize(module, budget=1.0, cost_model="unit")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(MOST_CAPTURES + 4):
+                state["step"] = next(counter)
+                assert torch.equal(step(inputs()), module(inputs()))
+        assert [w.category for w in caught] == [RematWarning]
+        assert "for the same shapes" in str(caught[0].message)
+        if not torch.__version__.startswith("2.11."):  # which does not say why it captured anew
+            assert re.search(
+                r"this did not hold at last: .*step.* == 3 .*test_captures.py:\d+ in forward",
+                str(caught[0].message),
+            )
+        assert step.runs == (MOST_CAPTURES + 1,)  # captured every time, planned once
+
+    def test_a_branch_on_data_trains_exactly_in_parts(self, capfd: pytest.CaptureFixture[str]) -> None:
+        def forward(self: Net, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(functional.dropout(x, 0.2))
+            x = x.tanh().sin() if x.sum() > 0 else x.relu().cos()
+            return self.last(functional.dropout(x, 0.2)).square().mean()
+
+        step = check(net(forward), inputs(), steps=3)
+        assert len(step.plans) >= 2 and not step.failures
+        assert capfd.readouterr().err == ""
+
+    def test_a_number_read_from_a_tensor(self, capfd: pytest.CaptureFixture[str]) -> None:
+        def forward(self: Net, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            return (self.last(x.tanh()) * x.detach().abs().mean().item()).square().mean()
+
+        step = check(net(forward), inputs())
+        assert step.plans and not step.failures
+        assert capfd.readouterr().err == ""
+
+    def test_a_loop_over_numbers_from_tensors_runs_as_before(self) -> None:
+        def forward(self: Net, x: torch.Tensor) -> torch.Tensor:
+            for scale in (1.0, 2.0, 3.0):
+                if torch.rand(()).item() < 0.5:
+                    x = x * scale
+            return x.sum() * self.last.bias.sum()
+
+        with pytest.warns(RematWarning, match="no operation with gradients could be captured") as caught:
+            check(net(forward), inputs(), steps=3)
+        assert len(caught) == 1
+
+    def test_python_random_numbers(self) -> None:
+        import random
+
+        def forward(self: Net, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            if random.random() < 0.5:
+                x = x.relu()
+            return self.last(x).square().mean()
+
+        module = net(forward)
+        other = copy.deepcopy(module)
+        random.seed(5)
+        right = train(module, module, [((inputs(),), {})] * 4)
+        random.seed(5)
+        got = train(other, rematerialize(other, budget=1.0, cost_model="unit"), [((inputs(),), {})] * 4)
+        assert not [name for name, value in right.items() if not same(value, got[name])]
+
+    def test_numpy_rounds_as_numpy(self) -> None:
+        def forward(self: Net, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(x).tanh()
+            scale = torch.from_numpy(np.full(4, hidden.detach().numpy().mean(), dtype=np.float32))
+            return (self.last(hidden) * scale).square().mean()
+
+        module = net(forward)
+        other = copy.deepcopy(module)
+        right = train(module, module, [((inputs(),), {})] * 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RematWarning)
+            got = train(other, rematerialize(other, budget=1.0, cost_model="unit"), [((inputs(),), {})] * 2)
+        assert not [name for name, value in right.items() if not same(value, got[name])]
