@@ -79,9 +79,6 @@ class Autocast:
         return cls(frozenset(dtypes), regions, mixed=mixed, computed=computed)
 
 
-NO_AUTOCAST = Autocast()
-
-
 def is_cast_for_each_use(tensor: torch.Tensor) -> bool:
     """Whether autocast keeps no copy of a tensor: it is no leaf of autograd's graph, or it is a view."""
     return not tensor.is_leaf or tensor._is_view()

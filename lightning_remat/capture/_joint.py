@@ -12,7 +12,6 @@ import torch.fx
 
 from lightning_remat._blocks import block_bytes
 from lightning_remat.capture import _effects, _ops, _overwriting, _scatters
-from lightning_remat.capture._autocast import NO_AUTOCAST, Autocast
 from lightning_remat.capture._call import OpCall, TensorSpec, same_device
 from lightning_remat.capture._captured_graph import CapturedGraph
 from lightning_remat.capture._node_calls import NodeCalls
@@ -52,7 +51,6 @@ def from_joint(
     static_inputs: Sequence[int] = (),
     parameters: Sequence[bool] = (),
     name: str = "",
-    autocast: Autocast = NO_AUTOCAST,
     hand_over: HandOver | None = None,
 ) -> CapturedGraph:
     """Rewrite a joint graph, and read it as a `CapturedGraph` without costs.
@@ -64,7 +62,6 @@ def from_joint(
         parameters: for each argument of the captured function, whether it is a parameter (missing ones are told apart by
             ``static_inputs`` alone).
         name: of the graph, for people.
-        autocast: what autocast did while the graph was captured.
         hand_over: by the position of an argument, a function that is called with the argument's gradient, as soon as
             that is computed, and the position. The graph holds the gradient no longer, and returns in its place what
             the function returns.
@@ -72,7 +69,7 @@ def from_joint(
     Raises:
         CaptureError: for a graph that holds something that cannot be scheduled, such as an op that overwrites its inputs.
     """
-    rewrite(module.graph, num_fwd_outputs, autocast, hand_over or {})
+    rewrite(module.graph, num_fwd_outputs, hand_over or {})
     outputs = tuple(module.graph.output_node().args[0])  # type: ignore[arg-type]
     forward_outputs, backward_outputs = outputs[:num_fwd_outputs], outputs[num_fwd_outputs:]
     symbols = symbols_among(module.graph)

@@ -1,6 +1,9 @@
 """What is changed in a joint graph before it is read: `in_order` lists all changes, `rewrite` makes them.
 
 A rewriting takes a graph and changes it in place, each node's ``meta["val"]`` with it, to one that gives the same bits.
+Before all of them, who captures a step shares the casts that autocast shares (`share_casts`), and then looks for sums of
+gradients: casts are among their summands.
+
 What else the reader of the graph (``_joint``) has to know, it says in a node's ``meta``:
 
 * ``remat_once``: the op is evaluated once a step, and its result kept as long as it is needed.
@@ -16,7 +19,6 @@ from collections.abc import Callable
 import torch
 import torch.fx
 
-from lightning_remat.capture._autocast import Autocast, share_casts
 from lightning_remat.capture._effects import call_directly
 from lightning_remat.capture._scatters import write_parts_alone
 from lightning_remat.capture.rewritings._batch_norm import call_cudnn, free_running_statistics, give_batch_norm_memory
@@ -36,28 +38,26 @@ __all__ = ["HandOver", "Rewriting", "in_order", "rewrite"]
 Rewriting = Callable[[torch.fx.Graph], None]
 
 
-def rewrite(graph: torch.fx.Graph, num_fwd_outputs: int, autocast: Autocast, hand_over: HandOver) -> None:
+def rewrite(graph: torch.fx.Graph, num_fwd_outputs: int, hand_over: HandOver) -> None:
     """Apply all rewritings to a joint graph.
 
     Args:
         graph: the joint graph, rewritten in place.
         num_fwd_outputs: how many of its outputs are the forward's.
-        autocast: what autocast did while the graph was captured.
         hand_over: what takes which gradients as soon as they are made.
 
     Raises:
         CaptureError: for a graph that cannot be rewritten to give eager's bits.
     """
-    for rewriting in in_order(num_fwd_outputs, autocast, hand_over):
+    for rewriting in in_order(num_fwd_outputs, hand_over):
         rewriting(graph)
 
 
-def in_order(num_fwd_outputs: int, autocast: Autocast, hand_over: HandOver) -> tuple[Rewriting, ...]:
+def in_order(num_fwd_outputs: int, hand_over: HandOver) -> tuple[Rewriting, ...]:
     """All rewritings, in the order in which they are applied; the arguments are those of `rewrite`."""
     return (
         call_directly,
         drop_detach,
-        functools.partial(share_casts, forward_outputs=num_fwd_outputs, autocast=autocast),
         sizes_from_symbols,
         split_dropout,
         split_convolution_backward,
