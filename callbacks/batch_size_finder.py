@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
-from lightning.pytorch.utilities.memory import garbage_collection_cuda, is_oom_error
 from lightning.pytorch.utilities.parsing import lightning_hasattr
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_remat.budget import BudgetKind, parse_budget
-from lightning_remat.callbacks.distributed import available_bytes, held_on_device, smallest_of_all, unsynchronized
+from lightning_remat.callbacks.batch_size_trials import Trials
+from lightning_remat.callbacks.distributed import available_bytes, smallest_of_all
 from lightning_remat.callbacks.lightning_internals import training_source
 from lightning_remat.callbacks.module_state import ModuleState
-from lightning_remat.callbacks.optimizer_state import optimizer_state_bytes
 from lightning_remat.callbacks.progress import PlanningProgress
 from lightning_remat.callbacks.remat import RematCallback
 from lightning_remat.callbacks.training_data import TrainingData
-from lightning_remat.callbacks.training_step import TrainingStep
-from lightning_remat.errors import ConfigError, GraphError, InfeasibleBudgetError
-from lightning_remat.measure import held_bytes, track_peak
-from lightning_remat.planner import AtHand, BatchSizes, Plan, RematConfig, RematWarning
+from lightning_remat.errors import ConfigError, GraphError
+from lightning_remat.planner import AtHand, BatchSizes, Plan, RematWarning
 from lightning_remat.report import format_bytes
 from lightning_remat.runtime import is_compiled, unknown_torch
-
-log = logging.getLogger(__name__)
-
-_T = TypeVar("_T")
 
 SMALLER = (0.98, 0.94, 0.85, 0.7)
 """After each real step that did not confirm its batch size: the largest one that is tried next, as a share of it."""
@@ -237,7 +228,7 @@ def _remat_callback(trainer: pl.Trainer) -> RematCallback | None:
 
 
 class _Search:
-    """One search: captures, predicts and confirms. All processes run it at the same time, and decide alike."""
+    """One search: predicts from two captured steps, and confirms by real ones. All processes decide alike, at the same time."""
 
     def __init__(
         self,
@@ -250,6 +241,7 @@ class _Search:
     ) -> None:
         self.finder, self.trainer, self.module, self.remat = finder, trainer, module, remat
         self.data, self.progress = data, progress
+        self.trials = Trials(trainer, module, remat.config, data, progress)
 
     def run(self) -> FoundBatchSize | None:
         trainer, finder, data = self.trainer, self.finder, self.data
@@ -272,7 +264,7 @@ class _Search:
             if tried < 1:
                 raise sizes.refusal(budget)
             doing = f"confirming a batch size of {tried}, try {number} of at most {len(SMALLER)}"
-            plan, measured = self._confirm(tried, sizes, doing)
+            plan, measured = self.trials.confirm(tried, sizes, doing)
             fits = plan is not None and measured is not None and measured <= budget and sizes.allows(plan)
             if trainer.strategy.reduce_boolean_decision(fits, all=True):
                 size, confirmed, peak_bytes = tried, plan, measured or 0
@@ -342,13 +334,13 @@ class _Search:
 
         The second is as large as fits: times of very small batches say little about large ones.
         """
-        first = self._capture(small)
+        first = self.trials.capture(small)
         if isinstance(first, str):
             return first
         plain = smallest_of_all(self.trainer, BatchSizes.plain(small, first, self._budget()))
         why = ""
         for large in dict.fromkeys((min(at_most, max(2 * small, plain)), 2 * small)):
-            second = self._capture(large)
+            second = self.trials.capture(large)
             if isinstance(second, str):
                 why = second
                 continue
@@ -359,107 +351,3 @@ class _Search:
             except GraphError as error:
                 why = str(error)
         return why
-
-    def _capture(self, size: int) -> Plan | str:
-        """The plan of the step without rematerialization, or why there is none: in all processes one or the other."""
-        plain = dataclasses.replace(
-            self.remat.config, budget=1.0, solver="no_remat", solver_options={}, background=False
-        )
-        say = self._within(f"predicting from a batch size of {size}")
-
-        def capture() -> Plan | str:
-            step = self._step(plain, say)
-            self._forward(step, self.data.batch(size))
-            plans, failures = step.scheduled.plans, step.scheduled.failures
-            if len(plans) != 1 or failures:
-                return failures[0] if failures else f"the step is captured as {len(plans)} graphs"
-            return plans[0]
-
-        found = self._surviving(size, capture) or f"a batch size of {size} runs out of memory"
-        everywhere = self.trainer.strategy.reduce_boolean_decision(not isinstance(found, str), all=True)
-        return found if everywhere or isinstance(found, str) else "it fails in another process"
-
-    def _surviving(self, size: int, attempt: Callable[[], _T]) -> _T | None:
-        """What ``attempt`` returns, or ``None`` where the batch size does not fit; it leaves nothing on the device."""
-        try:
-            return attempt()
-        except InfeasibleBudgetError:
-            log.info("a batch size of %d does not fit after all", size)
-        except RuntimeError as error:
-            if not isinstance(error, torch.OutOfMemoryError) and not is_oom_error(error):
-                raise
-            log.info("a batch size of %d ran out of memory", size)
-        finally:  # nothing refers to what the attempt held any more, not even the traceback
-            self.module.zero_grad()
-            garbage_collection_cuda()
-        return None
-
-    def _within(self, doing: str) -> Callable[[str], None]:
-        """Report ``doing`` as progress; returns what reports its parts."""
-        self.progress(doing)
-        return lambda words: self.progress(f"{doing}: {words}")
-
-    # -- real steps ---------------------------------------------------------------------------------------------------
-
-    def _step(self, config: RematConfig, say: Callable[[str], None], at_hand: AtHand | None = None) -> TrainingStep:
-        return TrainingStep(
-            self.trainer,
-            self.module,
-            config,
-            reserve=self.remat.config.reserve,
-            progress=say,
-            leave_alone=False,
-            at_hand=at_hand,
-        )
-
-    def _forward(self, step: TrainingStep, batch: Any) -> torch.Tensor:
-        output = step.rehearse(batch)
-        loss: torch.Tensor = output["loss"] if isinstance(output, Mapping) else output
-        return loss
-
-    def _run(self, step: TrainingStep, batch: Any) -> None:
-        """Forward and backward, in the order in which Lightning runs them."""
-        with unsynchronized(self.trainer.strategy.model):
-            loss = self._forward(step, batch)
-            if self.trainer.accumulate_grad_batches == 1:
-                self.module.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-
-    def _confirm(self, size: int, sizes: BatchSizes, doing: str) -> tuple[Plan | None, int | None]:
-        """Plan a batch size, and run the planned step: returns its plan, and its measured peak in bytes where it ran.
-
-        A schedule that the search has met is taken where one fits; otherwise one is solved for.
-        """
-        say = self._within(doing)
-        plan: Plan | None = None
-
-        def confirm() -> int | None:
-            nonlocal plan
-            config = dataclasses.replace(self.remat.config, background=False)
-            step = self._step(config, say, AtHand(sizes.allowed, suffices=True))
-            batch = self.data.batch(size)
-            known = -1
-            while len(step.scheduled.plans) > known and not step.scheduled.failures:
-                # A step that changes its own counters is captured twice: not while its peak is tracked.
-                known = len(step.scheduled.plans)
-                self._forward(step, batch)
-            plan = step.scheduled.last_plan
-            for parameter in self.module.parameters():
-                if parameter.requires_grad and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)  # in the place of the previous step's gradients
-            # There is no optimizer state yet. (The optimizer takes no step: parameters stay as they are.)
-            optimizers, device = self.trainer.optimizers, self.trainer.strategy.root_device
-            missing = optimizer_state_bytes(optimizers, device) - held_bytes(*optimizers, device=device)
-            held = held_on_device(self.trainer, self.module, batch) + missing
-            say("running the step")
-            with track_peak(device) as peak:
-                self._run(step, batch)
-            plan = step.scheduled.last_plan
-            if step.scheduled.failures or peak.peak_bytes is None:
-                return None
-            if peak.allocated_bytes is not None:  # on CUDA all allocated memory counts, as in the plan
-                return peak.allocated_bytes + missing
-            return held + peak.peak_bytes
-
-        measured = self._surviving(size, confirm)
-        return plan, measured

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_remat import InfeasibleBudgetError
 from lightning_remat.callbacks import RematBatchSizeFinder, RematCallback, batch_size_finder
+from lightning_remat.callbacks.batch_size_trials import Trials
 from lightning_remat.callbacks.training_data import TrainingData
 from lightning_remat.cost import _profile
 from lightning_remat.errors import ConfigError
@@ -204,8 +205,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         monkeypatch.setattr(owner, name, counting)
 
-    count(batch_size_finder._Search, "_capture", "captures")
-    count(batch_size_finder._Search, "_confirm", "real steps")
+    count(Trials, "capture", "captures")
+    count(Trials, "confirm", "real steps")
     count(_planning.Planning, "measured", "measurements")
     count(_largest_batch, "solve", "solves of the search")
     count(_make, "find_smallest", "plans")
