@@ -38,6 +38,8 @@ _FAR = 64
 class Lives:
     """The evaluations of a sequence with the memory held while each runs, under additions and removals of evaluations.
 
+    It is one class because each change of an evaluation changes all of its lists, and each question reads several.
+
     Attributes:
         keys, nodes, memory: of the evaluations, in order; memory in bytes.
         crossing: the key of the boundary, which lies between two evaluations.

@@ -134,7 +134,10 @@ def solve_phases(
 
 
 class _Program:
-    """The program for one data flow and budget; bytes and seconds are scaled so that the numbers stay near one."""
+    """The one program for a data flow and a budget, in the paper's order: variables (B.2), then the constraints of each phase.
+
+    Bytes and seconds are scaled so that the numbers stay near one.
+    """
 
     def __init__(self, flow: DataFlow, budget_bytes: int, solver: str, deadline: float) -> None:
         self.flow, self.count = flow, len(flow.ways)
