@@ -15,7 +15,6 @@ Libraries are imported when an architecture of theirs is built. A library is a f
 * ``_transformers_pairs``: images with texts.
 * ``_transformers_series``: time series and decisions.
 * ``_pytorchcv``, ``_monai``, ``_diffusers``, ``_peft``, ``_geometric``, ``_x_transformers``: one library each.
-* ``_timm``: how networks of timm are built; none is in the list.
 """
 
 from benchmarks.architectures._architecture import Architecture, OfPositions, Training, WithLoss

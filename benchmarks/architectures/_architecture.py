@@ -60,9 +60,3 @@ class OfPositions(nn.Module):
 def cross_entropy(output: torch.Tensor, classes: torch.Tensor) -> torch.Tensor:
     """Of networks that return a number a class."""
     return functional.cross_entropy(output, classes)
-
-
-def mean_square(output: Any) -> torch.Tensor:
-    """Of the last hidden state: a loss for models that have none."""
-    hidden: torch.Tensor = output.last_hidden_state
-    return hidden.square().mean()
