@@ -32,7 +32,7 @@ NAMES = {
     "enable_dynamo_decompositions error_on_recompile optimize_ddp patch recompile_limit suppress_errors "
     "trace_autograd_ops trace_numpy",
     "torch._dynamo.convert_frame": "compile_lock",
-    "torch._dynamo.eval_frame": "OptimizedModule _stance",
+    "torch._dynamo.eval_frame": "OptimizedModule _stance.stance",
     "torch._dynamo.exc": "TensorifyScalarRestartAnalysis unimplemented",
     "torch._dynamo.external_utils": "is_compiling",
     "torch._dynamo.guards": "GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT _get_closure_vars install_guard",
