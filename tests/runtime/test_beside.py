@@ -78,7 +78,7 @@ def test_a_loss_outside_of_the_module(loss: Callable[..., Any], share: float | s
     original, x = network(64, 8), torch.randn(1024, 64)
     eager, module = copy.deepcopy(original), copy.deepcopy(original)
     expected = steps(eager, eager, x, loss, 5)
-    call = rematerialize(module, budget=share, cost_model="unit", time_limit=0.4)
+    call = rematerialize(module, budget=share, cost_model="unit", time_limit=2.0)
     assert_same(expected, steps(call, module, x, loss, 5))
     assert call.failures == ()
     peak = measured(call, module, x, loss)
