@@ -88,7 +88,8 @@ def test_a_loss_outside_of_the_module(loss: Callable[..., Any], share: float | s
         assert call.runs[0] == 2  # as it came, and measured; then with the loss beside it
         assert sum(call.runs) == 6
     else:
-        numbers = 2 * 4  # the loss and its gradient, of which no plan knows
+        # No plan knows of the loss and its gradient, and unit costs know nothing of what drawing a mask takes (12 bytes).
+        numbers = 2 * 4 + 12
         assert peak - numbers <= call.plan.predicted_peak_bytes <= peak + x.nbytes
         assert len(call.plans) == 1
 
