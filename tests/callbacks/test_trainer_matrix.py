@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_avg_fn
 
 from lightning_remat.callbacks import RematCallback
+from tests.helpers.small import ONE
 from tests.helpers.training import (
     Classifier,
     Validated,
@@ -27,8 +28,6 @@ from tests.helpers.training import (
     loader,
     network,
 )
-
-ONE: dict[str, Any] = {"train": lambda: loader(16), "plans": 1}
 
 
 def _ema() -> WeightAveraging:

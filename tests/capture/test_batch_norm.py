@@ -27,13 +27,6 @@ aten = torch.ops.aten
 Maker = Callable[..., nn.Module]
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 class Calls:
     """What the stand-ins were called with, in order.
 

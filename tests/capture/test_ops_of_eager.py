@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -35,13 +35,6 @@ LARGE = {
     "transformer-6+6",
 }  # of the others' ops
 NETWORKS = [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in networks.networks()]
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @dataclasses.dataclass(frozen=True)

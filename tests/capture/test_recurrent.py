@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,13 +25,6 @@ ODD = 9
 """A width that fills no vector of a processor."""
 
 Use = Callable[[nn.Module, torch.Tensor], torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def output(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ import pytest
 
 from lightning_remat.exactness import Cause, FirstDifference
 from lightning_remat.exactness import _advice as advice
-from tests.helpers.planted import steady  # noqa: F401 - the fixture runs after each test
 
 CUDA = advice.Settings(
     cuda=True,

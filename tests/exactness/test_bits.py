@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from lightning_remat import check
 from lightning_remat.exactness import State
 from lightning_remat.exactness._bits import differing, digest, same_bits, sum_of_words
-from tests.helpers.planted import steady  # noqa: F401 - the fixture runs after each test
 from tests.helpers.stateful import Stateful
 
 QUICK = {"cost_model": "unit", "solver": "greedy"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -15,13 +15,6 @@ from lightning_remat.measure import held_bytes, peak_memory
 
 STEPS = 3
 Made = tuple[nn.Module, tuple[torch.Tensor, ...]]
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class NextToken(nn.Module):

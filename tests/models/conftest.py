@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 
 from lightning_remat.capture import _joint
 
@@ -23,13 +20,6 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Called for the tests of this folder only."""
     for warning in EXPECTED_WARNINGS:
         item.add_marker(pytest.mark.filterwarnings(warning))
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ import copy
 import itertools
 import re
 import warnings
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -18,13 +17,6 @@ from lightning_remat import rematerialize
 from lightning_remat.planner import RematWarning
 from lightning_remat.runtime._captures import MOST_CAPTURES
 from tests.helpers.nets import Net, check, inputs, net, same, train
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 class TestCaptures:

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import gc
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,14 +20,6 @@ from lightning_remat.lowering import read_again
 from lightning_remat.planner import RematWarning
 from lightning_remat.runtime import _plans
 from tests.helpers.nets import Net, captured_whole, check, inputs, net, same
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
 
 # -- the signature ----------------------------------------------------------------------------------------------------
 
