@@ -364,8 +364,8 @@ class RematCallback(Callback):
         shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
         rank_zero_warn(
             f"only a part of {step.name} could be captured: what is done with {shown} runs as before, without "
-            "rematerialization and outside the budget (packed sequences, nn.LSTM, nn.GRU and nn.RNN on CUDA, and backward "
-            "hooks on modules are known to be left out; TORCH_LOGS=graph_breaks says more)",
+            "rematerialization and outside the budget (nn.LSTM, nn.GRU and nn.RNN on CUDA, packed sequences in some places, "
+            "and backward hooks on modules are known to be left out; TORCH_LOGS=graph_breaks says more)",
             category=RematWarning,
         )
 

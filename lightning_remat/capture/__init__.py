@@ -4,8 +4,8 @@
   ``_nodes``, ``_order``, ``_node_calls`` and ``_sizes`` are its parts; ``_call`` describes one op for the cost models.
 * What is known of single ops: ``_ops``, ``_overwriting``, ``_scatters``, ``_layouts`` and ``_effects``.
 * Gradients are added and laid out as in eager mode: ``_sums``, ``_ports``, ``_tangents`` and ``_autocast``.
-* What is replaced in Dynamo while it traces: ``_buffers``, ``_compiled``, ``_constants``, ``_early``, ``_hook_order``,
-  ``_masks``, ``_messages`` and ``_numpy``.
+* What is replaced in Dynamo while it traces: ``_buffers``, ``_compiled``, ``_constants``, ``_hook_order``, ``_masks``,
+  ``_messages``, ``_numpy``; and ``_rows`` and ``packed`` sequences, of which some are found ``_early``.
 * Dynamo's graphs before AOTAutograd traces them: ``_regions`` are inlined, and ``_inference`` mode may be refused.
   Some ``_checkpoints`` are refused in the joint graph.
 * ``_torch`` holds every private name of torch.
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from lightning_remat.capture._call import OpCall, Source, TensorSpec, same_device
 from lightning_remat.capture._torch import Unavailable, unknown_torch
+from lightning_remat.capture.packed._made_up import made_up_batch_sizes
 
 if TYPE_CHECKING or not unknown_torch():
     from lightning_remat.capture._autocast import Autocast
@@ -39,6 +40,7 @@ __all__ = [
     "from_joint",
     "is_compiled",
     "is_tensor",
+    "made_up_batch_sizes",
     "name_assertions",
     "real_layout",
     "same_device",

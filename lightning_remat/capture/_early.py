@@ -1,9 +1,10 @@
-"""Which rows a mask of the batch chooses, found before the step: ``edge_index[:, source != target]``.
+"""Tensors whose sizes depend on the values in a batch, computed before the step.
 
-How many there are is not known when a graph is captured, and the graph breaks there. But where the mask is made of one tensor
-that is given to the step, and of plain numbers, its indices can be computed before the step begins, as eager mode
-computes them where the mask is used. They are an input of the step then, with a size that Dynamo guards on or makes a
-symbol of. A mask of a tensor that was written to before, or one in code after a graph break, is left to Dynamo.
+How many rows a mask chooses (see ``_rows``), or how many sequences of a packed batch go on at each time (``packed``), is
+not known when a graph is captured, and the graph breaks there. But where it is computed from one tensor that is given to
+the step, and from plain numbers, it can be computed before the step begins, as eager mode computes it where it is used.
+The result is an input of the step then, with a size that Dynamo guards on or makes a symbol of. What depends on a tensor
+that was written to before, or is in code after a graph break, is left to Dynamo.
 """
 
 from __future__ import annotations
@@ -12,21 +13,15 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import operator
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from lightning_remat.capture._masks import Value, value_of
+from lightning_remat.capture._masks import value_of
 from lightning_remat.capture._torch import (
-    BaseListVariable,
-    BuiltinVariable,
     Source,
-    TensorVariable,
-    TupleVariable,
-    VariableTracker,
     build_attribute,
     found_at,
     given_now,
@@ -34,29 +29,31 @@ from lightning_remat.capture._torch import (
     source_name,
 )
 
+Found = Callable[[Any], torch.Tensor]
+"""Computes a tensor from a value that is given to a step, or from ``None`` where it depends on none."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Rows:
-    """One mask: where its tensor is found among a call's arguments (see `found_at`), and how it is computed from it."""
+class _Entry:
+    """What is computed before each call: where its value is found among the call's arguments (see `found_at`), and how."""
 
     place: str
-    mask: Value
+    compute: Found
 
     def of(self, arguments: Mapping[str, Any]) -> torch.Tensor:
         with torch.no_grad():
-            found: torch.Tensor = self.mask.of(found_at(self.place, arguments)).nonzero()
-        return found
+            return self.compute(found_at(self.place, arguments))
 
 
 class Early:
-    """The indices of masks, computed before each call of a function, since their number depends on values given to it.
+    """Tensors that are computed before each call of a function, since their sizes depend on values given to it.
 
     Args:
         function: what is captured.
-        on_found: called with the indices of each mask that is found while a call is captured.
+        on_found: called with each of them when it is found while a call is captured.
 
     Attributes:
-        values: the present call's indices, an attribute for each mask: what the captured code reads.
+        values: those of the present call, an attribute each: what the captured code reads.
     """
 
     def __init__(self, function: Callable[..., Any], on_found: Callable[[torch.Tensor], None]) -> None:
@@ -67,18 +64,18 @@ class Early:
             self._signature: inspect.Signature | None = inspect.signature(function)
         except (TypeError, ValueError):
             self._signature = None
-        self._rows: dict[str, _Rows] = {}
+        self._entries: dict[str, _Entry] = {}
         self._names: dict[str, str] = {}
         self._arguments: dict[str, Any] = {}
         self.values = types.SimpleNamespace()
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The indices of the present call's masks: an ``int64`` tensor each, a row an element, a column a dimension."""
+        """Those of the present call."""
         return list(vars(self.values).values())
 
     def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Before a call: compute the indices of all masks found so far, but for those whose tensor it is not given."""
+        """Before a call: compute all that was found so far, but for those whose tensor it is not given."""
         vars(self.values).clear()
         if self._signature is None:
             return
@@ -88,79 +85,66 @@ class Early:
             return
         bound.apply_defaults()
         self._arguments = bound.arguments
-        for key, rows in self._rows.items():
+        for key, entry in self._entries.items():
             with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError, RuntimeError):
-                setattr(self.values, self._names[key], rows.of(bound.arguments))
+                setattr(self.values, self._names[key], entry.of(bound.arguments))
 
     def end(self) -> None:
         """After a call: keep nothing of it."""
         vars(self.values).clear()
         self._arguments = {}
 
-    @contextlib.contextmanager
-    def found(self) -> Iterator[None]:
-        """While Dynamo traces: masks that tensors are indexed by are found, and replaced by their indices."""
-        builtin, method = BuiltinVariable.call_function, TensorVariable.call_method
+    def traced(self, tx: Any) -> bool:
+        """While Dynamo traces: whether it is in the function's own frame, before any graph break, or in what that calls."""
+        return tx.output.root_tx.f_code in self._codes
 
-        def of_python(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-            if variable.fn is operator.getitem and len(args) == 2 and args[0].is_tensor():
-                args = [args[0], self._as_indices(tx, args[1].realize())]
-            return builtin(variable, tx, args, kwargs)
+    def of_tensor(self, tx: Any, tensor: Any, compute: Found, words: str) -> Any:
+        """While Dynamo traces: a variable for what is computed from a tensor before each call.
 
-        def of_tensor(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-            if name == "__getitem__" and len(args) == 1:
-                args = [self._as_indices(tx, args[0].realize())]
-            return method(variable, tx, name, args, kwargs)
+        Args:
+            tx: what translates.
+            tensor: a variable of the tensor.
+            compute: gives the result of the tensor.
+            words: tell this computation from others of the same tensor.
 
-        BuiltinVariable.call_function = of_python  # type: ignore[assignment, method-assign]
-        TensorVariable.call_method = of_tensor  # type: ignore[assignment, method-assign]
-        try:
-            yield
-        finally:
-            BuiltinVariable.call_function = builtin  # type: ignore[method-assign]
-            TensorVariable.call_method = method  # type: ignore[method-assign]
-
-    def _as_indices(self, tx: Any, index: Any) -> Any:
-        """What a tensor is indexed by, with the indices of masks in their place."""
-        if tx.output.root_tx.f_code not in self._codes:
-            return index
-        several = isinstance(index, BaseListVariable) and index.python_type() is tuple
-        items, changed = [], False
-        for one in [part.realize() for part in index.items] if several else [index]:
-            rows = self._rows_of(tx, one) if one.is_tensor() else None
-            items += [one] if rows is None else rows
-            changed = changed or rows is not None
-        if not changed:
-            return index
-        return TupleVariable(items) if several or len(items) > 1 else items[0]
-
-    def _rows_of(self, tx: Any, mask: Any) -> list[Any] | None:
-        node = mask.as_proxy().node
-        example = node.meta.get("example_value")
-        if not isinstance(example, torch.Tensor) or example.dtype != torch.bool or not example.dim():
-            return None
+        Returns:
+            The variable, or ``None`` where the tensor is not known before the step.
+        """
+        node = tensor.as_proxy().node
         sources: set[Source] = set()
         value = value_of(node, sources)
-        given = given_now(node.graph, next(iter(sources))) if len(sources) == 1 else None
-        if value is None or given is None:
+        if value is None or len(sources) > 1:
             return None
-        place = source_name(next(iter(sources)))
-        key = f"{place}: {_spelled(node)}"
+        spelled = f"{words}: {_spelled(node)}"
+        if not sources:
+            return self._of_place(tx, "None", lambda given: compute(value.of(given)), spelled)
+        (source,) = sources
+        given = given_now(node.graph, source)
+        place = source_name(source)
+        if given is None or self._now(place) is not given:
+            return None
+        return self._of_place(tx, place, lambda given: compute(value.of(given)), spelled)
+
+    def of_argument(self, tx: Any, variable: Any, compute: Found, words: str) -> Any:
+        """Likewise for a variable of something else that is given to the call, which Dynamo has not looked into yet."""
+        place = source_name(variable.source)
+        return self._of_place(tx, place, compute, words) if self._now(place) is variable.peek_value() else None
+
+    def _now(self, place: str) -> Any:
+        try:
+            return found_at(place, self._arguments)
+        except (AttributeError, LookupError, NameError, TypeError):
+            return None
+
+    def _of_place(self, tx: Any, place: str, compute: Found, words: str) -> Any:
+        key = f"{place}: {words}"
         if not hasattr(self.values, self._names.get(key, "")):
-            try:
-                if found_at(place, self._arguments) is not given:
-                    return None
-            except (AttributeError, LookupError, NameError, TypeError):
-                return None
-            name = self._names.setdefault(key, f"rows_{len(self._names)}")
-            rows = self._rows[key] = _Rows(place, value)
+            name = self._names.setdefault(key, f"early_{len(self._names)}")
+            entry = self._entries[key] = _Entry(place, compute)
             with real_tensors():
-                setattr(self.values, name, rows.of(self._arguments))
+                setattr(self.values, name, entry.of(self._arguments))
             self._on_found(getattr(self.values, name))
-        found = build_attribute(tx, self.values, self._names[key])
-        column = VariableTracker.build(tx, 1)
-        places = [VariableTracker.build(tx, i) for i in range(example.dim())]
-        return [found.call_method(tx, "select", [column, place], {}) for place in places]
+        return build_attribute(tx, self.values, self._names[key])
 
 
 def _spelled(node: torch.fx.Node) -> str:

@@ -25,13 +25,13 @@ from torch.fx.node import map_aggregate
 from lightning_remat.capture._torch import (
     Source,
     TensorVariable,
-    TorchInGraphFunctionVariable,
     UserFunctionVariable,
     VariableTracker,
     given,
     given_now,
     guard_on,
     real_tensors,
+    replaced_handlers,
 )
 
 _LIBRARIES = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
@@ -39,7 +39,39 @@ _LIBRARIES = ("transformers.masking_utils", "transformers.modeling_attn_mask_uti
 
 _UNDERSTOOD = {
     *("arange", "tensor", "ones", "zeros", "full", "ones_like", "zeros_like"),
-    *("to", "bool", "long", "int", "add", "sub", "eq", "ne", "invert", "diff", "cumsum", "pad"),
+    *(
+        "to",
+        "cpu",
+        "bool",
+        "long",
+        "int",
+        "float",
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "truediv",
+        "floordiv",
+        "floor_divide",
+        "mod",
+    ),
+    *(
+        "floor",
+        "ceil",
+        "round",
+        "clamp",
+        "sum",
+        "max",
+        "min",
+        "sort",
+        "argmax",
+        "eq",
+        "ne",
+        "invert",
+        "diff",
+        "cumsum",
+        "pad",
+    ),
     *(
         "getitem",
         "lt",
@@ -106,23 +138,11 @@ def masks_as_in_eager_mode() -> Iterator[None]:
     TensorVariable.call_method = call_method  # type: ignore[assignment, method-assign]
     UserFunctionVariable.call_function = call_function  # type: ignore[assignment, method-assign]
     try:
-        with _replaced(TorchInGraphFunctionVariable._get_handlers(), {torch.all: _all_function}):
+        with replaced_handlers({torch.all: _all_function}):
             yield
     finally:
         TensorVariable.call_method = tensor  # type: ignore[method-assign]
         UserFunctionVariable.call_function = function  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _replaced(entries: dict[Any, Any], new: dict[Any, Any]) -> Iterator[None]:
-    before = {key: entries[key] for key in new if key in entries}
-    entries.update(new)
-    try:
-        yield
-    finally:
-        for key in new.keys() - before.keys():
-            del entries[key]
-        entries.update(before)
 
 
 def _all_function(_function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ import torch.fx
 from torch.fx import Node
 
 from lightning_remat.capture._torch import OpOverload, argument_of, overwritten, runs_in_forward, sources_of_gradients
+from lightning_remat.capture.packed._joint import AddedElsewhereError, is_layers_gradient
 from lightning_remat.errors import CaptureError
 
 Sums = Mapping[int, tuple[int, ...]]
@@ -36,6 +37,7 @@ def split_sums(graph: torch.fx.Graph, num_fwd_outputs: int) -> Sums:
 
     Raises:
         CaptureError: where it cannot be told what autograd has added up at an argument, and what on the way to it.
+        AddedElsewhereError: where that is a gradient of a recurrent layer over packed sequences, which later code may add to.
     """
     output = graph.output_node()
     outputs = list(output.args[0])  # type: ignore[arg-type]
@@ -60,7 +62,8 @@ def mark_sums(graph: torch.fx.Graph, num_fwd_outputs: int) -> Sums:
     """Mark the sums of a joint graph that `opened` can take apart, and say where it will return their summands.
 
     A sum of which it cannot be told what autograd has added up at an argument, and what on the way to it, is not
-    marked: its argument has one position.
+    marked, nor is one that begins with what a recurrent layer over packed sequences has added up: its argument has one
+    position.
     """
     outputs: Any = graph.output_node().args[0]
     position = len(outputs) - num_fwd_outputs
@@ -202,11 +205,17 @@ def _summands(gradient: Node, primal: Node) -> tuple[list[Node], list[Node]]:
 
     Raises:
         CaptureError: where it cannot be told which terms these are.
+        AddedElsewhereError: where the first is one that a recurrent layer over packed sequences has added up itself.
     """
     chain, sums = [gradient], [gradient]
     while _accumulates(chain[0]):
         chain[:1] = chain[0].args[:2]  # type: ignore[assignment]
         sums.insert(0, chain[0])
+    if is_layers_gradient(chain[0]):
+        raise AddedElsewhereError(
+            "a recurrent layer over packed sequences is followed by another part of the step, which may read the layer's "
+            "weights too: their gradients would be added in another order than in eager mode"
+        )
     uses = {node for node in primal.users if runs_in_forward(node)}
     first = _handed_on_by(chain[0], primal, uses)
     together = 1

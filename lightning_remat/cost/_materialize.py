@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_remat.capture import OpCall, TensorSpec
+from lightning_remat.capture import OpCall, TensorSpec, made_up_batch_sizes
 from lightning_remat.cost._indices import index_bounds
 
 _PATTERN_ELEMENTS = 1 << 16
@@ -29,7 +29,8 @@ def materialize(call: OpCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Positional and keyword arguments with a real tensor for every `TensorSpec`, each on the device of its spec.
 
     Floats are between 0.1 and 1, booleans true, integers 0, indices (see `index_bounds`) spread over the rows they
-    index. Strides are those of the spec: an expanded tensor stays one. The default random generators are not used.
+    index, the batch sizes of a packed sequence such as it may have. Strides are those of
+    the spec: an expanded tensor stays one. The default random generators are not used.
 
     Inputs with a source (`OpCall.sources`) come from a real run of that, whatever their specs say; such indices do not.
     The sources run one after the other, each on arguments that are dropped before the next; of what they return, only
@@ -88,7 +89,7 @@ def _arguments(call: OpCall, made: Mapping[_Result, torch.Tensor]) -> tuple[tupl
     Raises:
         ProducerError: when one of these is not in ``made``.
     """
-    bounds = index_bounds(call)
+    bounds, known = index_bounds(call), made_up_batch_sizes(call)
     taken = _taken(call)
     missing = taken.values() - made.keys()
     if missing:
@@ -97,7 +98,9 @@ def _arguments(call: OpCall, made: Mapping[_Result, torch.Tensor]) -> tuple[tupl
 
     def one(spec: TensorSpec) -> torch.Tensor:
         place = next(position)
-        return made[taken[place]] if place in taken else tensor(spec, bounds.get(place))
+        if place in taken:
+            return made[taken[place]]
+        return known[place] if place in known else tensor(spec, bounds.get(place))
 
     return call.with_tensors(one)
 

@@ -27,6 +27,7 @@ from lightning_remat.capture._sums import (
     split_sums,
 )
 from lightning_remat.capture._tangents import Layouts
+from lightning_remat.capture.packed._joint import AddedElsewhereError, add_inside_layers, as_in_eager_mode
 from lightning_remat.errors import CaptureError, GraphError, RematError, ScheduleError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.lowering import lower, without_tangents
@@ -42,6 +43,10 @@ from lightning_remat.runtime._sized_plans import rounded_up
 
 class NoSymbols(BaseException):
     """A capture with symbolic sizes has failed, for this reason, before any captured graph of the call has run."""
+
+
+class NoPacking(BaseException):
+    """Carries the reason why recurrent layers over packed sequences cannot be part of a plan; no graph of the call has run."""
 
 
 class Stop(BaseException):
@@ -78,6 +83,7 @@ class Backend:
 
         Raises:
             NoSymbols: to have the call captured again without symbols.
+            NoPacking: to have the call captured again, with packed sequences left alone.
             Stop: with the error that ends the user's call.
             Exception: where a graph with checkpoints (`torch.utils.checkpoint`) cannot be planned: Dynamo then runs the
                 frame in eager mode.
@@ -89,9 +95,9 @@ class Backend:
         if self.step.reasons.gave_up:  # in the middle of a call
             if in_checkpoints:
                 raise CaptureError("the rest of a call that runs as before")
-            return module.forward
+            return as_in_eager_mode(module).forward
         if hands_on_views_alone(module) and not in_checkpoints:
-            return module.forward
+            return as_in_eager_mode(module).forward
         if internals.sizes_from_floats(module):  # sizes must be known to make a plan
             internals.floats_as_constants(module)
         self.step.plans.planning.progress("capturing")
@@ -102,11 +108,13 @@ class Backend:
             reason = f"{type(error).__name__}: {error}"
             if symbolic and not self.step.call.ran:
                 raise NoSymbols(reason) from error
+            if isinstance(error, AddedElsewhereError) and not self.step.call.ran:
+                raise NoPacking(reason) from error
             if in_checkpoints:  # if this graph ran, nothing would be checkpointed, and random numbers would be others
                 self.step.reasons.give_up(reason)
                 raise
             self.step.reasons.failed(reason, error)
-            return module.forward
+            return as_in_eager_mode(module).forward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,6 +154,7 @@ class _Reading:
         """The captured graph of AOTAutograd's joint graph, and the gradients whose summands autograd adds up."""
         refuse_other_second_evaluations(joint.graph, self.draws_anew)
         refuse_written_views(joint.graph, num_fwd_outputs, self.given_views)
+        add_inside_layers(joint.graph)
         share_casts(joint.graph, num_fwd_outputs, self.autocast)  # before sums are looked for: theirs are among them
         sums: Sums = {}
         if self.accumulator is None and not self.last:
@@ -285,7 +294,7 @@ class _Handed:
             buffers=planned.buffers,
             arrivals=arrivals,
             code=self._code,
-            plainly=None if self._in_checkpoints else self._module.forward,
+            plainly=None if self._in_checkpoints else as_in_eager_mode(self._module).forward,
             accumulator=self._reading.accumulator,
             whole=self._whole,
         )

@@ -25,6 +25,8 @@ from lightning_remat.capture._hook_order import hooks_in_order
 from lightning_remat.capture._masks import masks_as_in_eager_mode
 from lightning_remat.capture._messages import messages_stay
 from lightning_remat.capture._numpy import numpy_as_constants
+from lightning_remat.capture._rows import rows_are_found
+from lightning_remat.capture.packed._tracing import packed_sequences
 from lightning_remat.runtime._call import Call, Shapes, alike_but_for_sizes, varying
 from lightning_remat.runtime._graph import Graph
 from lightning_remat.runtime._reasons import Reasons
@@ -71,6 +73,7 @@ class Captures:
         reasons: Reasons,
         dynamic_sources: Callable[[], str],
     ) -> None:
+        self._packing = True
         self.early = Early(function, self._found_early)
         self._code: types.CodeType | None = None  # of the frame that is being captured
         self._function, self._backend = function, backend
@@ -135,6 +138,12 @@ class Captures:
         name = self._reasons.name or "the step"
         log.info("%s is captured for each set of shapes on its own: with symbolic sizes, %s", name, reason)
 
+    def without_packing(self, reason: str) -> None:
+        """Leave packed sequences alone from now on: they run as before, between the parts that are planned."""
+        self._packing = False
+        self.anew()
+        log.info("%s runs its packed sequences as before: %s", self._reasons.name or "the step", reason)
+
     def _found_early(self, tensor: torch.Tensor) -> None:
         """Called during a capture with a tensor that is computed before the step, and is an input from now on."""
         self._call.batch |= {id(tensor)}
@@ -151,7 +160,8 @@ class Captures:
             numpy_as_constants(),
             constants_are_known(),
             messages_stay(),
-            self.early.found(),
+            rows_are_found(self.early),
+            packed_sequences(self.early) if self._packing else contextlib.nullcontext(),
             compiled_stays(lambda called: self._compiled.update({id(called): called})),
         ):
             try:

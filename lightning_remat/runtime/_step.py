@@ -29,7 +29,7 @@ from lightning_remat.planner._make import AtHand, Progress
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._surroundings import Surroundings
 from lightning_remat.runtime._agreement import Agreement
-from lightning_remat.runtime._backend import Backend, NoSymbols, Stop
+from lightning_remat.runtime._backend import Backend, NoPacking, NoSymbols, Stop
 from lightning_remat.runtime._call import Call, shapes_of
 from lightning_remat.runtime._captures import Captures
 from lightning_remat.runtime._improving import Improving
@@ -162,6 +162,8 @@ class ScheduledStep:
                     return self._run(args, kwargs)
                 except NoSymbols as without:
                     self._captures.without_symbols(str(without))
+                except NoPacking as without:
+                    self._captures.without_packing(str(without))
         finally:
             early.end()
 
@@ -299,7 +301,7 @@ class ScheduledStep:
     def left_out(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[str]:
         """Names of the parameters that have gradients although no captured graph, nor a compiled module, reads them.
 
-        Dynamo has skipped what a call did with them (a packed sequence, say): it runs as before, and takes memory that
+        Dynamo has skipped what a call did with them (a recurrent layer on CUDA, say): it runs as before, and takes memory that
         no plan counts.
         """
         return self._captures.left_out(self._plans.graphs, parameters)

@@ -294,23 +294,6 @@ def test_on_cuda_what_is_around_them_is_captured(kind: type[nn.Module], monkeypa
     assert len(step.plans) > 1 and not step.failures
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_packed_sequences_are_left_alone(kind: type[nn.Module]) -> None:
-    """What comes before them and after is captured."""
-
-    def packed(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        sequences = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([2, 3, 1, 3]), enforce_sorted=False)
-        return nn.utils.rnn.pad_packed_sequence(layer(sequences)[0])[0]
-
-    torch.manual_seed(0)
-    module, x = Net(kind(7, ODD, 2, dropout=0.2, bidirectional=True), packed), torch.randn(3, 4, 5)
-    module(x)
-    other = copy.deepcopy(module)
-    step = rematerialize(other, budget="min", cost_model="unit", solver="greedy", time_limit=0.05)
-    assert equal(trained(module, module, x), trained(other, step, x))
-    assert len(step.plans) > 1 and all(step.runs) and not step.failures
-
-
 # -- layouts ------------------------------------------------------------------------------------------------------------
 
 

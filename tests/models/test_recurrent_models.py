@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.models.wild import ROWS, Wild, assert_only_a_rest, assert_whole, model_name
+from tests.models.wild import ROWS, Wild, assert_whole, model_name
 
 
 class Lstm(Wild):
@@ -86,17 +86,9 @@ class GruCellOfOddWidth(GruCell):
     width = 9
 
 
-WHOLE = [Lstm, Gru, LstmCell, GruCell, GruCellOfOddWidth]
+WHOLE = [Lstm, Gru, Packed, LstmCell, GruCell, GruCellOfOddWidth]
 
 
 @pytest.mark.parametrize("make", WHOLE, ids=model_name)
 def test_whole(make: type[Wild]) -> None:
     assert_whole(make)
-
-
-A_REST = [Packed]
-
-
-@pytest.mark.parametrize("make", A_REST, ids=model_name)
-def test_only_a_rest_is_captured(make: type[Wild]) -> None:
-    assert_only_a_rest(make)

@@ -77,6 +77,7 @@ if TYPE_CHECKING or not unknown_torch():
         guard_on_gradients,
         source_name,
     )
+    from lightning_remat.capture._torch._handlers import replaced_handlers
     from lightning_remat.capture._torch._loggers import logging_calls
     from lightning_remat.capture._torch._profiler import (
         allocations,
@@ -94,6 +95,7 @@ if TYPE_CHECKING or not unknown_torch():
         BuiltinVariable,
         GetAttrVariable,
         IgnoredFunctionVariable,
+        LazyVariableTracker,
         LoggingLoggerVariable,
         NumpyVariable,
         SkipFunctionVariable,
@@ -131,6 +133,7 @@ __all__ = [
     "GetAttrVariable",
     "HigherOrderOperator",
     "IgnoredFunctionVariable",
+    "LazyVariableTracker",
     "LoggingLoggerVariable",
     "Modules",
     "NumpyVariable",
@@ -207,6 +210,7 @@ __all__ = [
     "recapture_reason",
     "reconstruct_as",
     "reconstruct_copy",
+    "replaced_handlers",
     "run_below_autograd",
     "run_on_cpu",
     "runs_in_forward",

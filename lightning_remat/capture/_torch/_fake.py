@@ -1,7 +1,7 @@
 """Fake tensors: shapes, types and devices without memory, and with the strides that the real ones will have.
 
-* ``FakeTensor``, ``_disable_current_modes``: planning runs real operations in the middle of fake tracing, and a network larger
-  than the memory is captured as a fake one.
+* ``FakeTensor``, ``_disable_current_modes``, ``_saved_tensors_hooks_set_tracing``: planning runs real operations in the
+  middle of fake tracing, and a network larger than the memory is captured as a fake one.
 * ``FakeTensorMode._dispatch_impl``: some fake results have other strides than the real ones (see ``capture._layouts``).
 * ``FunctionalTensorMode.__torch_dispatch__``: where functionalization replaces an op in place (see `spaced_results`).
 """
@@ -40,9 +40,15 @@ def with_fakes(call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
         return call(*fakes[0], **fakes[1])
 
 
-def real_tensors() -> contextlib.AbstractContextManager[Any]:
-    """Leave fake tensor mode: tensors made inside are real."""
-    return _disable_current_modes()
+@contextlib.contextmanager
+def real_tensors() -> Iterator[None]:
+    """Leave fake tensor mode: tensors made inside are real, and hooks are called with those that autograd keeps."""
+    tracing = torch._C._autograd._saved_tensors_hooks_set_tracing(False)
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        torch._C._autograd._saved_tensors_hooks_set_tracing(tracing)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,20 @@ def as_in_eager_mode() -> Iterator[None]:
         handlers.update(before)
 
 
+@contextlib.contextmanager
+def replaced_handlers(new: Mapping[Any, Callable[..., Any]]) -> Iterator[Mapping[Any, Callable[..., Any]]]:
+    """While open, Dynamo calls these in the place of its handlers of torch's functions; gives the handlers replaced."""
+    handlers: dict[Any, Any] = TorchInGraphFunctionVariable._get_handlers()
+    before = {function: handlers[function] for function in new if function in handlers}
+    handlers.update(new)
+    try:
+        yield before
+    finally:
+        for function in new.keys() - before.keys():
+            del handlers[function]
+        handlers.update(before)
+
+
 _IS_COMPILED = (
     torch.compiler.is_compiling,
     torch.compiler.is_dynamo_compiling,
@@ -71,7 +85,7 @@ _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
 def _recurrent(asked: Any, _translator: Any, x: Any, *_others: Any, **_named: Any) -> None:
-    """Recurrent layers are traced as they are on the CPU, and left alone elsewhere; packed sequences always are."""
+    """Recurrent layers are traced as they are on the CPU, and left alone elsewhere; see also ``capture.packed``."""
     if x.as_proxy().node.meta["example_value"].device.type != "cpu":
         unimplemented(
             gb_type="recurrent layer",

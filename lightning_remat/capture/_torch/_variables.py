@@ -20,6 +20,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
+from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import BaseListVariable, TupleVariable
 from torch._dynamo.variables.misc import (
     GetAttrVariable,
@@ -38,6 +39,7 @@ __all__ = [
     "BuiltinVariable",
     "GetAttrVariable",
     "IgnoredFunctionVariable",
+    "LazyVariableTracker",
     "LoggingLoggerVariable",
     "NumpyVariable",
     "SkipFunctionVariable",

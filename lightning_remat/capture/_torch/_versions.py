@@ -23,7 +23,8 @@ NAMES = {
     "torch": "_assert _assert_async",
     "torch._C": "DispatchKey.Autograd DispatchKey.CPU DispatchKey.CompositeImplicitAutograd DispatchKeySet "
     "_AutoDispatchBelowAutograd _FunctionBase _accelerator_setAllocatorSettings _autograd._get_sequence_nr "
-    "_current_autograd_node _current_graph_task_id _dispatch_has_kernel_for_dispatch_key _will_engine_execute_node",
+    "_autograd._saved_tensors_hooks_set_tracing _current_autograd_node _current_graph_task_id "
+    "_dispatch_has_kernel_for_dispatch_key _will_engine_execute_node",
     "torch._decomp": "",
     "torch._dynamo": "maybe_mark_dynamic optimize",
     "torch._dynamo.backends.common": "aot_autograd",
@@ -46,7 +47,8 @@ NAMES = {
     "torch._dynamo.variables.builder": "TrackedFake VariableBuilder._wrap VariableBuilder.wrap_numpy_ndarray "
     "VariableBuilder.wrap_symfloat",
     "torch._dynamo.variables.builtin": "BuiltinVariable.call_function",
-    "torch._dynamo.variables.functions": "SkipFunctionVariable UserFunctionVariable",
+    "torch._dynamo.variables.functions": "SkipFunctionVariable.call_function UserFunctionVariable",
+    "torch._dynamo.variables.lazy": "LazyVariableTracker.is_realized LazyVariableTracker.peek_value",
     "torch._dynamo.variables.lists": "BaseListVariable TupleVariable",
     "torch._dynamo.variables.misc": "GetAttrVariable LoggingLoggerVariable "
     "NumpyVariable.call_function StringFormatVariable.create StringFormatVariable.python_type",
@@ -81,9 +83,10 @@ NAMES = {
     "_functional_assert_scalar.default _functional_sym_constrain_range.default "
     "_functional_sym_constrain_range_for_size.default _grouped_mm.default _log_softmax.default "
     "_log_softmax_backward_data.default _native_batch_norm_legit.default _native_batch_norm_legit.no_stats "
-    "_native_batch_norm_legit_functional.default _native_batch_norm_legit_no_training.default _safe_softmax.default "
-    "_softmax.default _softmax_backward_data.default _to_copy.default _unsafe_view.default add.Tensor._dispatch_cache "
-    "add.Tensor._op add.Tensor._op_dk add.Tensor._schema add.Tensor.py_kernels",
+    "_native_batch_norm_legit_functional.default _native_batch_norm_legit_no_training.default "
+    "_pack_padded_sequence_backward.default _safe_softmax.default _softmax.default _softmax_backward_data.default "
+    "_to_copy.default _unsafe_view.default add.Tensor._dispatch_cache add.Tensor._op add.Tensor._op_dk add.Tensor._schema "
+    "add.Tensor.py_kernels",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
     "torch.utils._pytree": "tree_leaves tree_map_only",
     "torch.utils._sympy.interp": "sympy_interp",

@@ -21,6 +21,7 @@ import torch.fx
 
 from lightning_remat.capture._effects import call_directly
 from lightning_remat.capture._scatters import write_parts_alone
+from lightning_remat.capture.packed._joint import call_packed
 from lightning_remat.capture.rewritings._batch_norm import call_cudnn, free_running_statistics, give_batch_norm_memory
 from lightning_remat.capture.rewritings._convolutions import split_convolution_backward
 from lightning_remat.capture.rewritings._detach import drop_detach
@@ -64,6 +65,7 @@ def in_order(num_fwd_outputs: int, hand_over: HandOver) -> tuple[Rewriting, ...]
         let_go_of_unread,  # of the two calls that a convolution's backward has become, one reads the shape only
         call_cudnn,
         keep_lstm_kernels,
+        call_packed,
         write_parts_alone,
         free_running_statistics,
         give_batch_norm_memory,  # puts another function in the place of the op that `free_running_statistics` looks for

@@ -1,0 +1,73 @@
+"""Rows that a mask of the batch chooses, while Dynamo traces: ``edge_index[:, source != target]``.
+
+The indices of the mask are computed before the step (see ``_early``), and the tensor is indexed by them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from lightning_remat.capture._early import Early
+from lightning_remat.capture._torch import (
+    BaseListVariable,
+    BuiltinVariable,
+    TensorVariable,
+    TupleVariable,
+    VariableTracker,
+)
+
+
+@contextlib.contextmanager
+def rows_are_found(early: Early) -> Iterator[None]:
+    """While Dynamo traces: masks that tensors are indexed by are found, and replaced by their indices."""
+    builtin, method = BuiltinVariable.call_function, TensorVariable.call_method
+
+    def of_python(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if variable.fn is operator.getitem and len(args) == 2 and args[0].is_tensor():
+            args = [args[0], _as_indices(early, tx, args[1].realize())]
+        return builtin(variable, tx, args, kwargs)
+
+    def of_tensor(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        if name == "__getitem__" and len(args) == 1:
+            args = [_as_indices(early, tx, args[0].realize())]
+        return method(variable, tx, name, args, kwargs)
+
+    BuiltinVariable.call_function = of_python  # type: ignore[assignment, method-assign]
+    TensorVariable.call_method = of_tensor  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        BuiltinVariable.call_function = builtin  # type: ignore[method-assign]
+        TensorVariable.call_method = method  # type: ignore[method-assign]
+
+
+def _as_indices(early: Early, tx: Any, index: Any) -> Any:
+    """What a tensor is indexed by, with the indices of masks in their place."""
+    if not early.traced(tx):
+        return index
+    several = isinstance(index, BaseListVariable) and index.python_type() is tuple
+    items, changed = [], False
+    for one in [part.realize() for part in index.items] if several else [index]:
+        rows = _rows_of(early, tx, one) if one.is_tensor() else None
+        items += [one] if rows is None else rows
+        changed = changed or rows is not None
+    if not changed:
+        return index
+    return TupleVariable(items) if several or len(items) > 1 else items[0]
+
+
+def _rows_of(early: Early, tx: Any, mask: Any) -> list[Any] | None:
+    example = mask.as_proxy().node.meta.get("example_value")
+    if not isinstance(example, torch.Tensor) or example.dtype != torch.bool or not example.dim():
+        return None
+    found = early.of_tensor(tx, mask, torch.Tensor.nonzero, "rows")
+    if found is None:
+        return None
+    column = VariableTracker.build(tx, 1)
+    places = [VariableTracker.build(tx, i) for i in range(example.dim())]
+    return [found.call_method(tx, "select", [column, place], {}) for place in places]
