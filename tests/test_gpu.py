@@ -25,7 +25,7 @@ from lightning_remat.capture._torch import allocator_settings
 from lightning_remat.exactness._bits import digest, sum_of_words
 from lightning_remat.exactness._trace import Record, eager_recorded
 from lightning_remat.measure import held_bytes, peak_memory, track_peak
-from lightning_remat.planner._device_memory import DeviceAllocator, held_segments
+from lightning_remat.planner._device_memory import DeviceAllocator, allocated_bytes, held_segments
 from tests.helpers import training
 
 pytestmark = [
@@ -231,6 +231,29 @@ def test_the_model_of_the_allocator_follows_the_real_one() -> None:
             model.free(block)  # type: ignore[arg-type]
         assert model.allocated_bytes == torch.cuda.memory_allocated(here)
         assert model.reserved_bytes == torch.cuda.memory_reserved(here)
+
+
+def test_workspaces_of_matrix_products_are_allocated_when_bytes_are_counted() -> None:
+    """Those of cuBLAS and cuBLASLt, in this thread and in autograd's, also where backwards run in this one."""
+    torch._C._cuda_clearCublasWorkspaces()
+    here = torch.device("cuda", torch.cuda.current_device())
+    x = torch.ones(16, 16, device=here, requires_grad=True)
+    with torch.autograd.set_multithreading_enabled(False):
+        counted = allocated_bytes(here)
+    assert counted == torch.cuda.memory_allocated(here)
+
+    def layer(square: torch.Tensor) -> torch.Tensor:
+        square = square.detach()
+        return torch.addmm(square[0], square, square) @ square
+
+    y = x @ x
+    y.register_hook(lambda gradient: torch.zeros_like(gradient).copy_(layer(gradient)))
+    layer(x).sum()
+    y.sum().backward()
+    del y
+    x.grad = None
+    gc.collect()
+    assert torch.cuda.memory_allocated(here) == counted
 
 
 @pytest.mark.parametrize("budget", [1.0, 0.6, "min"])

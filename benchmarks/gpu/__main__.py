@@ -2,6 +2,7 @@
 
     benchmarks/gpu.sh                          # everything; a run that was stopped goes on where it was
     benchmarks/gpu.sh --only bits --networks gpt2 resnet18
+    benchmarks/gpu.sh --only bits --matching "float16 autocast, 0.6"
     benchmarks/gpu.sh --minutes 9              # stop in time, and go on with the same command
     benchmarks/gpu.sh --device cpu             # a dry run on tiny networks: shows that the suite runs
 
@@ -89,7 +90,7 @@ def _run(
 ) -> tuple[list[Result], int]:
     """Run the cases of a part that have no result yet; returns all results, and how many cases have none."""
     results = Results(options.out / f"{part.name}.json", part.name, environment)
-    cases = part.cases(settings)
+    cases = [case for case in part.cases(settings) if options.matching in case.key]
     if options.again:
         results.forget([case.key for case in cases])
     waiting = [case for case in cases if results.get(case.key) is None]
@@ -110,6 +111,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = command_line(__doc__, program="benchmarks/gpu.sh")
     parser.add_argument("--only", action="append", choices=list(PARTS), help="a part; may be repeated; default: all")
     add_networks(parser, networks.networks(), "each part's own")
+    parser.add_argument("--matching", default="", metavar="TEXT", help="only cases whose name has this in it")
     parser.add_argument("--minutes", type=float, default=25.0, help="stop after so many; default: 25")
     parser.add_argument("--again", action="store_true", help="run also what has a result")
     parser.add_argument("--workers", type=int, help="processes at a time, at most; default: each part's own")

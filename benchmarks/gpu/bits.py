@@ -176,5 +176,5 @@ PART = Part(
     run=run,
     table=table,
     limit_seconds=180,
-    workers=6,
+    workers=12,
 )

@@ -13,9 +13,12 @@ from benchmarks.gpu.environment import ROOT
 from benchmarks.gpu.markdown import table as markdown_table
 from benchmarks.gpu.part import FAILED, OK, SKIPPED, Case, Part, Result, Settings, result
 
-OPTIONS = ("-m", "gpu", "-q", "-p", "no:cacheprovider")
+OPTIONS = ("-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark")
 LONGEST = 4000
 """Characters kept of a failure."""
+
+TOGETHER = 10
+"""Tests of a file that run in one process, at most: groups of them run beside each other."""
 
 
 def files(settings: Settings) -> Sequence[str]:
@@ -33,7 +36,7 @@ def cases(settings: Settings) -> Sequence[Case]:
     found = []
     for file in files(settings):
         nodes = [line for line in told.stdout.splitlines() if line.startswith(f"{file}::")] or [file]
-        found += [Case(node, file, {"node": node}) for node in nodes]
+        found += [Case(node, f"{file} {number // TOGETHER}", {"node": node}) for number, node in enumerate(nodes)]
     return found
 
 
@@ -97,4 +100,5 @@ PART = Part(
     run=run,
     table=table,
     limit_seconds=180,
+    workers=8,
 )

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_remat import InfeasibleBudgetError, Plan, Rematerialized
-from lightning_remat.measure import held_bytes, peak_memory
+from lightning_remat.measure import held_bytes, track_peak
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """An integer type for each size of an element."""
@@ -119,7 +119,7 @@ def infeasible(error: InfeasibleBudgetError) -> dict[str, Any]:
 
 def peaks(
     step: Callable[[], object], module: nn.Module, batch: Sequence[torch.Tensor], device: torch.device
-) -> dict[str, int]:
+) -> dict[str, int | None]:
     """What one training step holds, measured: bytes.
 
     Returns:
@@ -131,8 +131,10 @@ def peaks(
     if device.type == "cuda":
         torch.cuda.empty_cache()
     held = held_bytes(module, batch, gradients=True, device=device.type)
-    found = {"measured_peak_bytes": held + peak_memory(step, device)}
+    with track_peak(device) as peak:
+        step()
+    assert peak.peak_bytes is not None, peak.reason
+    found = {"measured_peak_bytes": held + peak.peak_bytes}
     if device.type == "cuda":
-        found["measured_peak_bytes"] = torch.cuda.max_memory_allocated(device)
-        found["reserved_peak_bytes"] = torch.cuda.max_memory_reserved(device)
+        found |= {"measured_peak_bytes": peak.allocated_bytes, "reserved_peak_bytes": peak.reserved_bytes}
     return found

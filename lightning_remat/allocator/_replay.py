@@ -75,8 +75,9 @@ class Holdings:
 
     Attributes:
         settings: of the allocator, as the user has them.
-        segments: what the allocator holds when the first step begins, with parameters, buffers and the first batch in
-            it. Without segments, these are allocated anew, one after the other.
+        segments: what the allocator holds when the first step begins, with parameters, buffers and a batch in it, which
+            stand for those of all steps. Without segments, parameters and buffers are allocated anew, one after the other, and
+            a batch with each step.
         state_bytes: those of the graph's resident bytes that are allocated after the first step (the optimizer's
             state).
     """
@@ -134,7 +135,7 @@ def footprint(
 ) -> Footprint:
     """Run `STEPS` training steps of a schedule through the model of the allocator, in Lightning's order.
 
-    Parameters and buffers are held from the beginning; each step has a batch of its own; the old gradients live through
+    Parameters and buffers are held from the beginning; each step has one batch; the old gradients live through
     the forward; the optimizer's state comes after the first step. What is only known as a number of bytes is taken to
     lie in blocks of the sizes of the parameters' and buffers'.
 
@@ -247,8 +248,7 @@ class _Run:
         """One training step: batch, forward, old gradients go, backward, and the optimizer."""
         allocator = self.allocator
         self.at = "the batch"
-        there_already = first and bool(self.holdings.segments)
-        batch = [] if there_already else [allocator.allocate(nbytes) for nbytes in self._batch]
+        batch = [] if self.holdings.segments else [allocator.allocate(nbytes) for nbytes in self._batch]
         live: dict[int, Block | None] = {}
         self._play(forward, live)
         for block in self._gradients:

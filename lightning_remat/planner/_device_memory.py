@@ -235,19 +235,37 @@ def with_expandable_segments(settings: str, value: bool) -> str:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Bytes allocated on a CUDA device now, including cuBLAS's workspaces of the forward's and backward's threads.
+    """Bytes allocated on a CUDA device now, with cuBLAS's and cuBLASLt's workspaces of the forward's and backward's threads.
 
-    cuBLAS allocates a workspace with the first matrix product of each thread, and keeps it. So one product runs here
-    first.
+    Each of the two libraries allocates a workspace with its first matrix product in a thread, and keeps it; cuBLASLt's products
+    are those with a bias. A layer's forward, in a plan, may run in the backward's thread. So products of both kinds run in both
+    threads here first.
     """
     try:
-        with torch.enable_grad(), torch.autocast("cuda", enabled=False):
-            ones = torch.ones(16, 16, device=device, requires_grad=True)
-            (ones @ ones).sum().backward()  # type: ignore[no-untyped-call]
+        _multiply_in_both_threads(device)
     except RuntimeError as error:  # "Deterministic behavior was enabled ...", but CUBLAS_WORKSPACE_CONFIG is not set
         log.info("cuBLAS's workspaces are not counted: %s", error)
     torch.cuda.synchronize(device)
     return torch.cuda.memory_allocated(device)
+
+
+def _multiply_in_both_threads(device: torch.device) -> None:
+    # Where a graph is captured, which is when this is called, AOTAutograd has backwards run in the thread that starts them.
+    with (
+        torch.enable_grad(),
+        torch.autocast("cuda", enabled=False),
+        torch.autograd.set_multithreading_enabled(True),
+    ):
+        ones = torch.ones(16, 16, device=device, requires_grad=True)
+        _multiply(ones)
+        ones.register_hook(_multiply)  # type: ignore[no-untyped-call]
+        (ones @ ones).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def _multiply(square: torch.Tensor) -> None:
+    """A matrix product, and one with a bias, of a square matrix, in the thread that calls this."""
+    with torch.no_grad():
+        torch.addmm(square[0], square, square @ square)
 
 
 def held_segments(device: torch.device) -> tuple[Segment, ...]:

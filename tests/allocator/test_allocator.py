@@ -26,6 +26,7 @@ from lightning_remat.allocator import (
     rounded,
 )
 from lightning_remat.errors import ConfigError
+from lightning_remat.graph import TensorRole
 from lightning_remat.schedule import allocations, simulate
 from lightning_remat.solvers import Problem
 from tests.helpers.graphs import random_graph
@@ -306,6 +307,23 @@ def test_a_step_begins_with_what_the_device_holds() -> None:
     anew, begun = footprint(graph, schedule), footprint(graph, schedule, None, Holdings(segments=segments))
     assert begun.allocated_bytes >= 200 * MIB + simulate(graph, schedule).peak_bytes - graph.resident_bytes
     assert begun.reserved_bytes >= anew.allocated_bytes + 200 * MIB - graph.resident_bytes
+
+
+def test_the_batch_counts_once() -> None:
+    """The one in the segments stands for those of later steps: a loop may go on with it, or let it go for the next."""
+    graph, schedule = scaled(5, MIB)
+    tensors = [
+        dataclasses.replace(tensor, role=TensorRole.BATCH) if t in graph.inputs else tensor
+        for t, tensor in enumerate(graph.tensors)
+    ]
+    graph = graph.replace(tensors=tuple(tensors), resident_bytes=0)
+    held = tuple((rounded(graph.storages[storage]), True) for storage in sorted(graph.input_storages))
+    segments = (Segment(MIB, sum(size for size, _ in held), False, held),)
+    anew, begun = (
+        footprint(graph, schedule, None, holdings, Arrangement.EXPANDABLE)  # in which every block is split exactly
+        for holdings in (Holdings(), Holdings(segments=segments))
+    )
+    assert held and begun.allocated_bytes == anew.allocated_bytes
 
 
 def test_the_optimizers_state_comes_after_the_first_step() -> None:

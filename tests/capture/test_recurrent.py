@@ -277,6 +277,9 @@ def test_elsewhere_than_on_the_cpu_they_are_left_alone(kind: type[nn.Module]) ->
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings(
+    "ignore:RNN module weights are not part of single contiguous chunk"
+)  # of the copy, in eager too
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_on_cuda_what_is_around_them_is_captured(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

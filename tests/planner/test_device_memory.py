@@ -367,7 +367,7 @@ class TestOverPrediction:
 
 def test_a_step_over_its_prediction_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan that promises too little, by which the steps that are measured are over."""
-    remat = callback(budget=0.4, measure=True, cost_model="profile")
+    remat = callback(budget=0.5, measure=True, cost_model="profile")
     real = Plan.predicted_allocated_bytes
     assert isinstance(real, property) and real.fget is not None
     told = real.fget
