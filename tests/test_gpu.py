@@ -46,11 +46,9 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # cuDNN's attention has no deterministic backward in its default selection.
     cudnn_attention = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
-    torch._dynamo.reset()
     yield
     torch.use_deterministic_algorithms(before)
     torch.backends.cuda.enable_cudnn_sdp(cudnn_attention)
-    torch._dynamo.reset()
 
 
 class Block(nn.Module):

@@ -49,7 +49,6 @@ class Hooked(torch.nn.Module):
     ids=lambda hooks: "-".join(hook.__name__ for hook in hooks),
 )
 def test_in_the_order_of_registration(hooks: tuple[Callable[[torch.Tensor], torch.Tensor], ...]) -> None:
-    torch._dynamo.reset()
     torch.manual_seed(0)
     eager, x = Hooked(hooks), torch.randn(4, 8)
     module = copy.deepcopy(eager)

@@ -97,7 +97,6 @@ NETWORKS: list[Network] = [part_of_a_row, row_by_row, with_steps_and_numbers, in
 @pytest.mark.parametrize("budget", [1.0, "min"])
 @pytest.mark.parametrize("fill", NETWORKS, ids=lambda fill: fill.__name__)
 def test_bits_and_memory(fill: Network, budget: float | str) -> None:
-    torch._dynamo.reset()
     torch.manual_seed(0)
     eager, x = Writing(fill), torch.randn(512 if fill is part_of_a_row else 64, 64)
     module = copy.deepcopy(eager)
@@ -140,7 +139,6 @@ class OfAnySize(torch.nn.Module):
 
 
 def test_batches_of_any_size() -> None:
-    torch._dynamo.reset()
     torch.manual_seed(0)
     eager = OfAnySize()
     module = copy.deepcopy(eager)

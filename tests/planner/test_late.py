@@ -79,7 +79,6 @@ def test_a_wide_layers_gradient_waits_for_the_activations_to_go(
 
 
 def test_nothing_moves_where_it_lowers_nothing() -> None:
-    torch._dynamo.reset()
     module = torch.nn.Sequential(torch.nn.Linear(4, 512), torch.nn.ReLU(), torch.nn.Linear(512, 4))
     step = rematerialize(module, budget=1.0, cost_model="unit")
     step(torch.randn(512, 4)).sum().backward()

@@ -164,7 +164,6 @@ def train(call, module: torch.nn.Module, x: torch.Tensor, steps: int, between=la
 
 
 def test_a_better_plan_is_swapped_in_between_two_steps_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
     # The first plan is a dear one; the process is the real one.
     monkeypatch.setattr(_make, "solve", lambda graph, budget, *_, **__: solve(graph, budget, "chen_sqrt"))
     x = torch.randn(512, 64)
@@ -219,7 +218,6 @@ class Endless:
 
 @pytest.mark.long
 def test_one_search_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
     monkeypatch.setattr(_improving, "Search", Endless)
     monkeypatch.setattr(Endless, "begun", [])
     step = rematerialize(net(), budget=0.5, background=True, cost_model="roofline:A100-40")
@@ -239,7 +237,6 @@ def test_one_search_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 def test_a_copy_is_captured_anew_and_trains_its_own_weights() -> None:
-    torch._dynamo.reset()
     torch.manual_seed(0)
     x = torch.randn(64, 64)
     step = rematerialize(net(), budget=0.5, background=True, cost_model="unit")
@@ -263,7 +260,6 @@ def test_a_copy_is_captured_anew_and_trains_its_own_weights() -> None:
 def test_training_goes_on_when_the_process_is_killed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    torch._dynamo.reset()
     x = torch.randn(512, 64)
     eager = net()
     expected = train(eager, eager, x, 4)
@@ -311,7 +307,6 @@ def test_the_first_plan_is_asked_for_in_two_seconds(
 
 
 def test_the_callback_ends_the_search_with_the_fit(tmp_path: Path) -> None:
-    torch._dynamo.reset()
     callback = RematCallback(budget=0.5, background=True, time_limit=600.0)
     module = Boring(net())
     trainer = pl.Trainer(

@@ -73,7 +73,6 @@ def steps(
 
 @pytest.mark.parametrize(("loss", "share"), [(mean, 0.3), (of_pairs, 0.3), (of_pairs, "min"), (of_pairs, 1.0)])
 def test_a_loss_outside_of_the_module(loss: Callable[..., Any], share: float | str) -> None:
-    torch._dynamo.reset()
     torch.manual_seed(0)
     original, x = network(64, 8), torch.randn(1024, 64)
     eager, module = copy.deepcopy(original), copy.deepcopy(original)
@@ -96,7 +95,6 @@ def test_a_loss_outside_of_the_module(loss: Callable[..., Any], share: float | s
 
 def test_what_a_loss_needs_is_left_to_it() -> None:
     """A size: the first plan fills it, the next leaves room."""
-    torch._dynamo.reset()
     torch.manual_seed(0)
     module, x = network(64, 8), torch.randn(1024, 64)
     eager = copy.deepcopy(module)
@@ -110,7 +108,6 @@ def test_what_a_loss_needs_is_left_to_it() -> None:
 
 
 def test_where_there_is_no_room_for_a_loss_this_is_said() -> None:
-    torch._dynamo.reset()
     torch.manual_seed(0)
     module, x = network(64, 8), torch.randn(1024, 64)
     call = rematerialize(module, budget=8 * MIB, cost_model="unit", time_limit=0.4)
@@ -128,7 +125,6 @@ def test_a_device_that_had_room_for_a_step_goes_on_to_have_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With "auto" less may be left free than was to be, but no training that fits is ended."""
-    torch._dynamo.reset()
     torch.manual_seed(0)
     monkeypatch.setattr(_make, "device_bytes", lambda *_, **__: 8 * MIB)
     module, x = network(64, 8), torch.randn(1024, 64)
@@ -143,7 +139,6 @@ def test_a_device_that_had_room_for_a_step_goes_on_to_have_it(
 @pytest.mark.long
 @pytest.mark.parametrize("share", [0.3, "min"])
 def test_between_two_graphs(share: float | str) -> None:
-    torch._dynamo.reset()
     torch.manual_seed(0)
     original, x = Between(4), torch.randn(2048, 64)
     eager, module = copy.deepcopy(original), copy.deepcopy(original)
@@ -160,7 +155,6 @@ def test_between_two_graphs(share: float | str) -> None:
 
 
 def test_a_profiler_of_the_users_is_left_alone() -> None:
-    torch._dynamo.reset()
     torch.manual_seed(0)
     module, x = network(64, 8), torch.randn(1024, 64)
     call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=0.4)
@@ -217,7 +211,6 @@ def test_costs_are_measured_though_a_step_waits_for_its_backward(
 
 
 def test_no_backward_ends_nothing() -> None:
-    torch._dynamo.reset()
     module, x = network(64, 8), torch.randn(1024, 64)
     call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=0.4)
     for _ in range(4):
@@ -230,7 +223,6 @@ def test_no_backward_ends_nothing() -> None:
 
 
 def test_steps_are_measured_no_more_than_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
     begun = []
 
     class Counted(_measured_step.MeasuredStep):
@@ -253,7 +245,6 @@ def update_something() -> None:
 
 def test_another_thread_that_updates_ends_nothing() -> None:
     """Torch's profiler can be stopped by the thread only that started it: left on, it ends the process with a crash."""
-    torch._dynamo.reset()
     module, x = network(64, 8), torch.randn(1024, 64)
     call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=0.4)
     of_pairs(call(x)).backward()
@@ -270,7 +261,6 @@ def test_another_thread_that_updates_ends_nothing() -> None:
 
 
 def test_in_another_thread_no_step_is_measured() -> None:
-    torch._dynamo.reset()
     module, x = network(64, 8), torch.randn(1024, 64)
     call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=0.4)
     left_on = []
@@ -292,7 +282,6 @@ def test_in_another_thread_no_step_is_measured() -> None:
 
 
 def test_where_no_backward_comes_the_measuring_ends() -> None:
-    torch._dynamo.reset()
     module, x = network(64, 8), torch.randn(1024, 64)
     call = rematerialize(module, budget=0.7, cost_model="unit", time_limit=0.4)
     of_pairs(call(x)).backward()

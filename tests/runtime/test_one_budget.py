@@ -154,7 +154,6 @@ def test_less_than_the_budget_is_planned_for_the_whole_step_too() -> None:
 
 @pytest.mark.parametrize("budget", [0.6, pytest.param("min", marks=SLOW), pytest.param("2MiB", marks=SLOW)])
 def test_a_lightning_step_in_parts_has_one_budget(budget: Any) -> None:
-    torch._dynamo.reset()
 
     def data() -> DataLoader[Any]:
         return DataLoader(TensorDataset(inputs().repeat(4, 1)), ROWS)

@@ -52,7 +52,6 @@ def train(call: Any, module: torch.nn.Module, x: torch.Tensor, steps: int) -> li
 @pytest.mark.long
 @pytest.mark.parametrize(("parts", "share"), [(2, 0.8), (2, 0.3), (3, 0.3)])
 def test_graphs_share_one_budget(share: float, parts: int) -> None:
-    torch._dynamo.reset()
     torch.manual_seed(0)
     original, x = Broken(parts), torch.randn(2048, 128)
     eager = copy.deepcopy(original)
@@ -85,7 +84,6 @@ def test_graphs_share_one_budget(share: float, parts: int) -> None:
 
 @pytest.mark.long
 def test_the_smallest_budget_is_that_of_all_graphs() -> None:
-    torch._dynamo.reset()
     torch.manual_seed(0)
     module, x = Broken(), torch.randn(2048, 128)
     scheduled = rematerialize(module, budget="min", cost_model="unit", time_limit=0.4)
@@ -102,7 +100,6 @@ def test_the_smallest_budget_is_that_of_all_graphs() -> None:
 
 @pytest.mark.long
 def test_a_backward_is_that_of_its_forward_whatever_runs_meanwhile() -> None:
-    torch._dynamo.reset()
     torch.manual_seed(0)
     original, x = Broken(), torch.randn(256, 128)
     results = []
@@ -120,7 +117,6 @@ def test_a_backward_is_that_of_its_forward_whatever_runs_meanwhile() -> None:
 
 @pytest.mark.long
 def test_calls_that_go_different_ways_keep_one_budget() -> None:
-    torch._dynamo.reset()
     torch.manual_seed(0)
     original, x = Broken(3), torch.randn(1024, 128)
     plain = rematerialize(copy.deepcopy(original), budget=1.0, cost_model="unit", time_limit=1.0)
@@ -165,7 +161,6 @@ class Thrice(torch.nn.Module):
 
 
 def test_a_weight_that_several_graphs_share_counts_for_each() -> None:
-    torch._dynamo.reset()
     torch.manual_seed(0)
     module, x = Thrice(), torch.randn(64, 1024)
     call = rematerialize(module, budget="40MiB", cost_model="unit", time_limit=0.4, old_gradients=False)
@@ -180,7 +175,6 @@ def test_a_weight_that_several_graphs_share_counts_for_each() -> None:
 
 
 def test_what_is_handed_on_counts_once() -> None:
-    torch._dynamo.reset()
     torch.manual_seed(0)
 
     class Four(Broken):
@@ -204,7 +198,6 @@ def test_what_is_handed_on_counts_once() -> None:
 
 @pytest.mark.long
 def test_too_many_ways_are_said_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    torch._dynamo.reset()
     torch.manual_seed(0)
     monkeypatch.setattr(_paths, "MOST_PATHS", 1)
     module, x = Broken(3), torch.randn(512, 128)
