@@ -44,12 +44,14 @@ class Trials:
         data: TrainingData,
         progress: PlanningProgress,
     ) -> None:
-        self._trainer, self._module, self._config = trainer, module, config
+        self._trainer, self._module = trainer, module
+        # In one form at all sizes: what is known of one size holds for the others.
+        self._config = dataclasses.replace(config, background=False, tiling="off")
         self._data, self._progress = data, progress
 
     def capture(self, size: int) -> Plan | str:
         """The plan of the step without rematerialization, or why there is none: in all processes one or the other."""
-        plain = dataclasses.replace(self._config, budget=1.0, solver="no_remat", solver_options={}, background=False)
+        plain = dataclasses.replace(self._config, budget=1.0, solver="no_remat", solver_options={})
         say = self._within(f"predicting from a batch size of {size}")
 
         def capture() -> Plan | str:
@@ -74,8 +76,7 @@ class Trials:
 
         def confirm() -> int | None:
             nonlocal plan
-            config = dataclasses.replace(self._config, background=False)
-            step = self._step(config, say, AtHand(sizes.allowed, suffices=True))
+            step = self._step(self._config, say, AtHand(sizes.allowed, suffices=True))
             batch = self._data.batch(size)
             known = -1
             while len(step.scheduled.plans) > known and not step.scheduled.failures:

@@ -71,6 +71,8 @@ class RematCallback(Callback):
             ``time_limit``; a cheaper plan is swapped in between two steps, with the same results.
         allocator: ``"auto"`` switches expandable segments on (or reserves memory in one piece) during the fit, where a CUDA
             device's caching allocator would reserve more otherwise; ``"leave"`` leaves it alone.
+        tiling: ``"exact"`` computes losses over classes in slices of rows, with the same bits, where the step is over its
+            budget otherwise (`RematConfig`); ``"off"`` does not.
         reserve: bytes that something else will need on the device during a step (an EMA copy, say).
         solver_options: the solver's own options, see `lightning_remat.solvers.options_of`.
         measure: measure the peak of the step after each new plan, and at every logging interval. On the CPU the measured
@@ -116,6 +118,7 @@ class RematCallback(Callback):
         margin: float = 0.05,
         background: bool = False,
         allocator: str = "auto",
+        tiling: str = "exact",
         reserve: int = 0,
         solver_options: Mapping[str, Any] | None = None,
         measure: bool = True,
@@ -133,6 +136,7 @@ class RematCallback(Callback):
                 "margin": margin,
                 "background": background,
                 "allocator": allocator,
+                "tiling": tiling,
                 "reserve": reserve,
                 "solver_options": dict(solver_options or {}),
                 "measure": measure,

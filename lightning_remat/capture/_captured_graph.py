@@ -45,6 +45,7 @@ class CapturedGraph:
         symbols: those that sizes of tensors depend on, and their nodes among ``primals``.
         device: where most of the step's bytes are.
         real_bytes: bytes on ``device``, by storage, where measuring has found others than tracing says.
+        untiled: the graph with costs that it is another form of (see `tiled`); ``None`` for one as it was captured.
     """
 
     graph: ComputationGraph
@@ -64,14 +65,24 @@ class CapturedGraph:
     symbols: dict[Symbol, Node]
     device: torch.device
     _read: Callable[[Sizes], CapturedGraph]
+    _tile: Callable[[], Callable[[Sizes], CapturedGraph] | None] = lambda: None
     _order: tuple[int, ...] = ()
     real_bytes: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    untiled: CapturedGraph | None = None
 
     def at(self, sizes: Sequence[int]) -> CapturedGraph:
         """The same ops in the same order, without costs, for these ``sizes`` in the place of ``symbols``, one each."""
         others = {symbol: value for symbol, value in self.sizes.values.items() if symbol not in self.symbols}
         found = self._read(Sizes({**others, **dict(zip(self.symbols, sizes, strict=True))}))
         return found.reordered(self._order) if self._order else found
+
+    def tiled(self) -> CapturedGraph | None:
+        """The same step, with what can be computed in slices of rows (see ``_tiles``); without costs, in the captured order.
+
+        ``None`` where nothing can.
+        """
+        read = self._tile()
+        return None if read is None else dataclasses.replace(read(self.sizes), untiled=self)
 
     def reordered(self, order: Sequence[int]) -> CapturedGraph:
         """A copy with the ops in another order, given as indices into the present one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from lightning_remat.capture._call import OpCall, TensorSpec, same_device
 from lightning_remat.capture._captured_graph import CapturedGraph
 from lightning_remat.capture._node_calls import NodeCalls
 from lightning_remat.capture._nodes import (
+    copy_of,
     gradient_arguments,
     is_tensor,
     module_path,
@@ -27,6 +28,7 @@ from lightning_remat.capture._nodes import (
 )
 from lightning_remat.capture._order import execution_order, keeps_its_place
 from lightning_remat.capture._sizes import Sizes, Symbol, symbols_among, symbols_of, unlike_any
+from lightning_remat.capture._tiles import tile_losses
 from lightning_remat.capture._torch import (
     HigherOrderOperator,
     hint,
@@ -70,17 +72,26 @@ def from_joint(
         CaptureError: for a graph that holds something that cannot be scheduled, such as an op that overwrites its inputs.
     """
     rewrite(module.graph, num_fwd_outputs, hand_over or {})
-    outputs = tuple(module.graph.output_node().args[0])  # type: ignore[arg-type]
-    forward_outputs, backward_outputs = outputs[:num_fwd_outputs], outputs[num_fwd_outputs:]
+
+    def readable(module: torch.fx.GraphModule) -> Callable[[Sizes], CapturedGraph]:
+        outputs = tuple(module.graph.output_node().args[0])  # type: ignore[arg-type]
+        forward_outputs, backward_outputs = outputs[:num_fwd_outputs], outputs[num_fwd_outputs:]
+        symbols = symbols_among(module.graph)
+
+        def read(sizes: Sizes) -> CapturedGraph:
+            reader = _Reader(
+                module, forward_outputs, backward_outputs, set(static_inputs), list(parameters), name, sizes, symbols
+            )
+            return dataclasses.replace(reader.read(), _read=read, _tile=tile)
+
+        return read
+
+    def tile() -> Callable[[Sizes], CapturedGraph] | None:
+        other = copy_of(module)
+        return readable(other) if tile_losses(other.graph) else None
+
     symbols = symbols_among(module.graph)
-
-    def read(sizes: Sizes) -> CapturedGraph:
-        reader = _Reader(
-            module, forward_outputs, backward_outputs, set(static_inputs), list(parameters), name, sizes, symbols
-        )
-        return dataclasses.replace(reader.read(), _read=read)
-
-    return read(Sizes({symbol: hint(node.meta["val"]) for symbol, node in symbols.items()}))
+    return readable(module)(Sizes({symbol: hint(node.meta["val"]) for symbol, node in symbols.items()}))
 
 
 def _updated_in_place(graph: torch.fx.Graph, forward_outputs: Sequence[Any]) -> dict[Node, Node]:

@@ -70,6 +70,14 @@ def producer(node: Node) -> Node:
     return node
 
 
+def copy_of(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """The same graph in nodes of its own, with the same names and ``meta``."""
+    graph, nodes = torch.fx.Graph(), dict[Node, Node]()
+    output = graph.output(graph.graph_copy(module.graph, nodes))
+    output.meta = dict(module.graph.output_node().meta)
+    return torch.fx.GraphModule(module, graph)
+
+
 _ROOT = re.compile(r"^L\['[^']*'\]\.?|^L__self___?")
 _INDEX = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
 

@@ -15,6 +15,7 @@ import torch
 
 from lightning_remat.capture._call import TensorSpec
 from lightning_remat.capture._scatters import writes_part
+from lightning_remat.capture._tiles import LOGITS, gradient_of_rows
 from lightning_remat.capture._torch import OpOverload, real_tensors, run_on_cpu
 
 aten = torch.ops.aten
@@ -62,6 +63,8 @@ def overwriting(target: Any, position: int, device: str = "cpu") -> Form | None:
     """
     if target is batch_norm_backward:
         return (target, "out") if position in (0, 1) else None
+    if target is gradient_of_rows:
+        return (target, "out") if position == LOGITS else None
     if writes_part(target):
         return (target, "out") if position == 0 else None
     if target in _ROWWISE:

@@ -15,6 +15,7 @@ from lightning_remat.errors import ConfigError
 from lightning_remat.solvers import available, options_of
 
 ALLOCATORS = ("auto", "leave")
+TILINGS = ("exact", "off")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,8 @@ class RematConfig:
         allocator: ``"auto"`` switches expandable segments on (or reserves memory in one piece) while scheduled steps run on a
             CUDA device, where its caching allocator would otherwise reserve more, and puts its settings back afterwards;
             settings that the user has made stay. ``"leave"`` leaves it alone.
+        tiling: ``"exact"`` computes losses over classes in slices of rows, with the same bits, where the step is over its
+            budget otherwise; ``"off"`` does not.
 
     Raises:
         ConfigError, BudgetError: on construction, saying what was given and what is accepted.
@@ -53,6 +56,7 @@ class RematConfig:
     margin: float = 0.05
     background: bool = False
     allocator: str = "auto"
+    tiling: str = "exact"
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
@@ -70,6 +74,8 @@ class RematConfig:
             raise ConfigError(f"background={self.background!r}: give True or False")
         if self.allocator not in ALLOCATORS:
             raise ConfigError(f"allocator={self.allocator!r}: give one of {', '.join(map(repr, ALLOCATORS))}")
+        if self.tiling not in TILINGS:
+            raise ConfigError(f"tiling={self.tiling!r}: give one of {', '.join(map(repr, TILINGS))}")
         cost_model(self.cost_model)
 
     @classmethod

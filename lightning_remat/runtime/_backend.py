@@ -171,8 +171,8 @@ class _Reading:
         )
         return captured, sums
 
-    def again(self, frame: internals.Frame, sums: Sums, layouts: Layouts) -> CapturedGraph:
-        """The graph, traced once more for gradients of these layouts.
+    def again(self, frame: internals.Frame, sums: Sums, tiled: bool, layouts: Layouts) -> CapturedGraph:
+        """The graph, or its tiled form, traced once more for gradients of these layouts.
 
         Raises:
             CaptureError: where other gradients would be sums than in the first trace.
@@ -181,7 +181,10 @@ class _Reading:
         captured, others = frame.joint(layouts, self.read)
         if others != sums:
             raise CaptureError("the gradients that are added up in it are others then")
-        return captured
+        form = captured.tiled() if tiled else captured
+        if form is None:
+            raise CaptureError("nothing in it can be computed in slices then")
+        return form
 
 
 @dataclasses.dataclass
@@ -280,7 +283,8 @@ class _Handed:
         plans, captured, number = self._step.plans, planned.captured, planned.number
         schedule = plans.all[number].schedule
         planned.buffers.add(number, captured, schedule)
-        arrivals = Arrivals(exchange, functools.partial(self._reading.again, self._frame, self._sums))
+        again = functools.partial(self._reading.again, self._frame, self._sums, captured.untiled is not None)
+        arrivals = Arrivals(exchange, again)
         arrivals.add(0, captured, schedule)
         graph = Graph(
             captured,

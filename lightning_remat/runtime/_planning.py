@@ -20,14 +20,24 @@ from lightning_remat.errors import ScheduleError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._device_memory import DeviceAllocator, DeviceMemory, allocated_bytes
-from lightning_remat.planner._make import FOR_ONCE, UNPLANNED, AtHand, Progress, make_plan, unplanned
+from lightning_remat.planner._make import (
+    FOR_ONCE,
+    UNPLANNED,
+    AtHand,
+    Progress,
+    make_plan,
+    resolve_budget,
+    unplanned,
+)
 from lightning_remat.planner._plan import Plan, with_beside
 from lightning_remat.planner._plan_cache import PlanCache, fingerprint
 from lightning_remat.planner._surroundings import Surroundings, Weights, replay_bytes
+from lightning_remat.planner._tiling import beside_untiled
 from lightning_remat.planner._together import Part, kept_bytes, plan_together
 from lightning_remat.runtime._agreement import Agreement
 from lightning_remat.runtime._reasons import Reasons
 from lightning_remat.schedule import Schedule
+from lightning_remat.solvers import Problem
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +96,31 @@ class Planning:
         if budget.kind is not BudgetKind.SIZE or FOR_ONCE in plan.notes or plan.solver == UNPLANNED:
             return True
         return plan.predicted_peak_bytes <= int(budget.value or 0)
+
+    def fits(self, captured: CapturedGraph, graph: ComputationGraph, held_bytes: int) -> tuple[bool, int | None]:
+        """Whether a graph is within the budget as it is, and the budget in bytes: ``None`` for ``"min"``.
+
+        Args:
+            captured: the graph.
+            graph: the same with the memory that is held beside it.
+            held_bytes: what the process holds on the device already.
+        """
+        if parse_budget(self.config.budget).kind is BudgetKind.MIN:
+            return False, None
+        graph = graph.replace(resident_bytes=graph.resident_bytes - replay_bytes(captured))
+
+        def found() -> tuple[bool, int]:
+            problem = Problem(graph)
+            peak_bytes = problem.evaluate(problem.captured).peak_bytes
+            held = held_bytes + captured.batch_bytes
+            budget_bytes = resolve_budget(
+                self.config, graph.floor_bytes, peak_bytes, lambda: peak_bytes, captured.device, held
+            )
+            return peak_bytes <= budget_bytes, budget_bytes
+
+        return self._agreed(
+            lambda: f"fits {fingerprint(graph, self.config.budget)}", found, list, lambda pair: (pair[0], pair[1])
+        )
 
     def share(self, floor_bytes: int, baseline_bytes: int) -> int:
         """The budget of a step in bytes, if it is a share; 0 for other budgets."""
@@ -155,6 +190,7 @@ class Planning:
         most_seconds: float = math.inf,
         whole: bool = True,
         room_bytes: int = 0,
+        budget_bytes: int | None = None,
     ) -> tuple[ComputationGraph, Plan]:
         """A graph with the memory that is held beside it, and its plan.
 
@@ -169,6 +205,7 @@ class Planning:
             most_seconds: seconds that solving may take, if that is less than the time limit.
             whole: whether the graph is the whole function.
             room_bytes: bytes for copies in its first runs (`MovingBuffers`), needed where something is evaluated again.
+            budget_bytes: the budget, where it is another than the configured one.
 
         Raises:
             InfeasibleBudgetError: when no schedule was found for a graph that is the whole function and the call's
@@ -176,6 +213,8 @@ class Planning:
             BudgetError: for a size over what the device has.
         """
         config = dataclasses.replace(self.config, time_limit=min(self.config.time_limit, most_seconds))
+        if budget_bytes is not None:
+            config = dataclasses.replace(config, budget=budget_bytes)
         kept = sum(kept_bytes(plan) for plan, _ in earlier)
         graph = around.put_around(captured, weights, [(plan.graph, own) for plan, own in earlier], kept_bytes=kept)
         graph = graph.replace(resident_bytes=graph.resident_bytes + room_bytes)
@@ -207,6 +246,7 @@ class Planning:
             Plan.to_dict,
             lambda data: Plan.from_dict(data, ComputationGraph.from_dict(data["graph"])),
         )
+        plan = beside_untiled(plan, captured)
         log.info("%s: %s", self._reasons.name or "captured graph", plan.summary())
         if plan.solver == UNPLANNED:
             self.refused(plan.graph, plan.notes[0], "it runs without rematerialization")
@@ -244,7 +284,7 @@ class Planning:
 
     def again(self, graph: ComputationGraph, captured: CapturedGraph, memory: DeviceMemory | None) -> Plan:
         """Another plan for a graph (with what is held beside it), within the present budget; made in this process."""
-        return make_plan(
+        plan = make_plan(
             graph,
             self.config,
             replay_bytes=replay_bytes(captured),
@@ -253,6 +293,7 @@ class Planning:
             memory=memory,
             reserved=self._reserved,
         )
+        return beside_untiled(plan, captured)
 
     def as_allocated(
         self, memory: DeviceMemory | None, graph: ComputationGraph, schedule: Schedule, budget_bytes: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import operator
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from lightning_remat.planner._device_memory import DeviceMemory
 from lightning_remat.planner._late import with_late_gradients
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._surroundings import Surroundings, Weights, replay_bytes
+from lightning_remat.planner._tiling import cheaper
 from lightning_remat.planner._together import Part
 from lightning_remat.runtime._call import Call, Shapes
 from lightning_remat.runtime._graph import Graph
@@ -28,6 +30,9 @@ from lightning_remat.runtime._recent import Recent
 from lightning_remat.runtime._sized_plans import SizedPlan, SizedPlans
 
 log = logging.getLogger(__name__)
+
+_Planned = tuple[CapturedGraph, ComputationGraph, Plan]
+"""A graph with costs, the same with what is held beside it, and its plan."""
 
 EAGER_EXTRA = 1.25
 """Factor by which eager mode may hold more than the captured step without rematerialization (float dropout masks)."""
@@ -123,11 +128,46 @@ class Plans:
         captured = with_late_gradients(captured)
         begins = not (any(self.runs) or self.plain or self._call.ran)
         around, memory = self.planning.on_device(captured, alone=not self._call.ran, begins=begins)
-        problem, plan = self.made(
-            captured, weights, around, memory, cost_seconds=cost_seconds, whole=whole, room_bytes=room_bytes
-        )
+
+        def planned(form: CapturedGraph, seconds: float, budget_bytes: int | None = None) -> _Planned:
+            problem, plan = self.made(
+                form,
+                weights,
+                around,
+                memory,
+                cost_seconds=seconds,
+                whole=whole,
+                room_bytes=room_bytes,
+                budget_bytes=budget_bytes,
+            )
+            return form, problem, plan
+
+        tiled, budget_bytes = self._tiled(captured, weights, around) if whole else (None, None)
+        if tiled is None:
+            captured, problem, plan = planned(captured, cost_seconds)
+        else:
+            form, more_seconds = self.planning.measured(tiled)
+            captured, problem, plan = cheaper(
+                functools.partial(planned, captured, cost_seconds),
+                functools.partial(planned, with_late_gradients(form), cost_seconds + more_seconds, budget_bytes),
+                operator.itemgetter(2),
+                smallest=budget_bytes is None,
+            )
         self.planning.allocator.arrange(plan.footprint, captured.device)
         return captured, problem, plan, around, memory
+
+    def _tiled(
+        self, captured: CapturedGraph, weights: Weights, around: Surroundings
+    ) -> tuple[CapturedGraph | None, int | None]:
+        """The tiled form of a call's only graph, and the budget in bytes (``None`` for ``"min"``).
+
+        There is none where the graph fits as it is, nor for sizes that vary: how much the plain step holds at other sizes is
+        told by the form that is planned.
+        """
+        if self.planning.config.tiling == "off" or captured.symbols or self._call.ran:
+            return None, None
+        fits, budget_bytes = self.planning.fits(captured, around.put_around(captured, weights), around.held_bytes)
+        return (None if fits else captured.tiled()), budget_bytes
 
     def made(
         self,
