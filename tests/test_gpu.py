@@ -21,6 +21,7 @@ from lightning_remat.allocator import AllocatorSettings, Arrangement, CachingAll
 from lightning_remat.budget import device_bytes, device_total_bytes
 from lightning_remat.callbacks import RematBatchSizeFinder, RematCallback
 from lightning_remat.capture._ops import cudnn_batch_norm
+from lightning_remat.capture._tiles import gradient_of_rows, loss_of_rows
 from lightning_remat.capture._torch import allocator_settings
 from lightning_remat.exactness._bits import digest, sum_of_words
 from lightning_remat.exactness._trace import Record, eager_recorded
@@ -295,6 +296,23 @@ def test_cudnn_batch_norm_again_gives_its_bits_and_updates_nothing(dtype: torch.
     for one, other, third in zip(first[:3], again, functional_form, strict=False):
         assert torch.equal(one, other) and torch.equal(one, third)
     assert torch.equal(functional_form[4], new_mean) and torch.equal(functional_form[5], new_var)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("rows", "classes"), [(4096, 50257), (1000, 4003), (77, 50257), (300, 1025), (4096, 1000)])
+def test_losses_in_slices_have_the_bits_of_the_whole(rows: int, classes: int, dtype: torch.dtype) -> None:
+    """Wherever a slice begins: kernels read rows in vectors, from the first aligned address on."""
+    torch.manual_seed(0)
+    logits = torch.randn(rows, classes, device="cuda", dtype=dtype)
+    target = torch.randint(0, classes, (rows,), device="cuda")
+    target[::7] = -100
+    right = logits.clone().requires_grad_()
+    loss = functional.cross_entropy(right.float(), target)
+    (2.5 * loss).backward()
+    found, weight = loss_of_rows(logits, target, 1, -100, None, torch.float32)
+    assert torch.equal(found, loss)
+    gradient_of_rows(torch.full_like(loss, 2.5), logits, target, 1, -100, weight, None, torch.float32, out=logits)
+    assert torch.equal(logits, right.grad)
 
 
 def test_rematerialization_lowers_the_measured_peak() -> None:

@@ -66,9 +66,10 @@ def loss_of_rows(
     counts = target != ignore_index
     classes = torch.where(counts, target, 0).unsqueeze(1)
     picked = torch.empty(len(target), 1, dtype=dtype, device=logits.device)
+    room = _room(logits, box, dtype)
     for begin, rows in _slices(logits, box, dtype):
         end = begin + len(rows)
-        normalized = _log_softmax(rows, begin, box, dtype)
+        normalized = _log_softmax(rows, box, _as_it_would_lie(rows, begin, room))
         torch.gather(normalized, 1, classes[begin:end], out=picked[begin:end])
     found: tuple[torch.Tensor, torch.Tensor] = aten.nll_loss_forward.default(
         picked, torch.where(counts, 0, IGNORED), None, reduction, IGNORED
@@ -101,11 +102,12 @@ def gradient_of_rows(
         out: where to write it; may be ``logits``.
     """
     result = torch.empty_like(logits) if out is None else out
+    room, other = (_room(logits, box, dtype) for _ in range(2))
     for (begin, rows), (_, place) in zip(_slices(logits, box, dtype), _slices(result, box, dtype), strict=True):
         end = begin + len(rows)
-        normalized = _log_softmax(rows, begin, box, dtype)
+        normalized = _log_softmax(rows, box, _as_it_would_lie(rows, begin, room))
+        made = _as_it_would_lie(rows, begin, other)
         own = gradient if gradient.dim() == 0 else gradient[begin:end]
-        made = _as_it_would_lie(rows, begin, dtype)
         aten.nll_loss_backward.grad_input(
             own, normalized, target[begin:end], None, reduction, ignore_index, total_weight, grad_input=made
         )
@@ -116,30 +118,39 @@ def gradient_of_rows(
     return result
 
 
-def _log_softmax(rows: torch.Tensor, begin: int, box: Box, dtype: torch.dtype) -> torch.Tensor:
-    normalized = _as_it_would_lie(rows, begin, dtype)
-    if box is not None or rows.dtype != dtype:  # what the kernel reads is a tensor of its own
-        rows = normalized.copy_(rows)
-    aten._log_softmax.out(rows, 1, False, out=normalized)
-    return normalized
+def _log_softmax(rows: torch.Tensor, box: Box, out: torch.Tensor) -> torch.Tensor:
+    if box is not None or rows.dtype != out.dtype:  # what the kernel reads is a tensor of its own
+        rows = out.copy_(rows)
+    aten._log_softmax.out(rows, 1, False, out=out)
+    return out
 
 
-def _as_it_would_lie(rows: torch.Tensor, begin: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for these rows, which begin at row ``begin``, as far from an aligned address as in a tensor of all rows."""
-    vector = VECTOR_BYTES // dtype.itemsize
-    shift = begin * rows.shape[1] % vector
-    return torch.empty(shift + rows.numel(), dtype=dtype, device=rows.device)[shift:].view(rows.shape)
+def _room(logits: torch.Tensor, box: Box, dtype: torch.dtype) -> torch.Tensor:
+    """Memory for any slice, wherever it begins."""
+    _, size = _shape_and_size(_inside(logits, box), dtype)
+    return torch.empty(VECTOR_BYTES // dtype.itemsize + size * logits.shape[-1], dtype=dtype, device=logits.device)
+
+
+def _as_it_would_lie(rows: torch.Tensor, begin: int, room: torch.Tensor) -> torch.Tensor:
+    """Memory for rows, of which the first has this number, as far from an aligned address as in a tensor of all rows."""
+    shift = begin * rows.shape[1] % (VECTOR_BYTES // room.itemsize)
+    return room[shift : shift + rows.numel()].view(rows.shape)
+
+
+def _shape_and_size(inside: torch.Tensor, dtype: torch.dtype) -> tuple[list[int], int]:
+    """The shape in which rows are numbered, whose last dimension are rows that lie one after the other; a slice's most rows."""
+    *shape, classes = inside.shape
+    if inside.is_contiguous():
+        shape = [math.prod(shape)]
+    least = -(-LEAST_BYTES // max(1, classes * dtype.itemsize))
+    return shape, max(1, min(shape[-1], max(least, -(-math.prod(shape) // SLICES))))
 
 
 def _slices(logits: torch.Tensor, box: Box, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
     """Slices of the rows that the loss is of, in order: the number of the first row, and the rows, of shape (n, V)."""
     inside = _inside(logits, box)
-    classes = inside.shape[-1]
-    if inside.is_contiguous():
-        inside = inside.view(-1, classes)
-    *outer, inner = inside.shape[:-1]
-    least = -(-LEAST_BYTES // max(1, classes * dtype.itemsize))
-    size = max(1, least, -(-math.prod(outer) * inner // SLICES))
+    (*outer, inner), size = _shape_and_size(inside, dtype)
+    inside = inside.reshape(*outer, inner, inside.shape[-1])
     for number, place in enumerate(itertools.product(*map(range, outer))):
         for begin in range(0, inner, size):
             yield number * inner + begin, inside[place][begin : begin + size]

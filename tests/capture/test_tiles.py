@@ -81,11 +81,18 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def test_a_slice_lies_as_its_rows_do_among_all() -> None:
     """CUDA's kernels read rows in vectors from the first aligned address on."""
-    rows = torch.empty(7, 1003, dtype=torch.bfloat16)
+    rows, room = torch.empty(7, 1003, dtype=torch.bfloat16), torch.empty(7 * 1003 + 4)
     for begin in range(20):
-        made = _tiles._as_it_would_lie(rows, begin, torch.float32)
-        assert made.shape == rows.shape and made.is_contiguous()
+        made = _tiles._as_it_would_lie(rows, begin, room)
+        assert made.shape == rows.shape and made.dtype is torch.float32 and made.is_contiguous()
         assert made.data_ptr() % 16 == begin * 1003 * 4 % 16
+
+
+def test_no_rows() -> None:
+    logits, target = torch.empty(2, 0, 5), torch.empty(0, dtype=torch.int64)
+    loss, weight = loss_of_rows(logits, target, 2, -100, None, torch.float32)
+    assert loss == 0
+    assert gradient_of_rows(loss, logits, target, 2, -100, weight, None, torch.float32).shape == (2, 0, 5)
 
 
 # -- steps --------------------------------------------------------------------------------------------------------------
@@ -330,6 +337,24 @@ def test_a_gradient_that_arrives_in_another_layout() -> None:
         for one, other in zip(module.parameters(), eager.parameters(), strict=True):
             assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
     assert is_tiled(step)
+
+
+def test_sizes_that_vary_are_planned_whole() -> None:
+    torch.manual_seed(0)
+    eager = Head(the_next_token)
+    module = copy.deepcopy(eager)
+    step = rematerialize(module, "min", time_limit=2.0, cost_model="flops")
+    found = []
+    for time in (20, 24, 28, 21):
+        tokens = torch.randint(0, CLASSES, (12, time))
+        for one, call in ((eager, eager), (module, step)):
+            torch.manual_seed(time)
+            one.zero_grad()
+            call(tokens).backward()
+        found.append(is_tiled(step))
+        for one, other in zip(module.parameters(), eager.parameters(), strict=True):
+            assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
+    assert found[0] and not found[-1]
 
 
 class OfManyClasses(Classifier):
