@@ -80,15 +80,6 @@ class ComputationGraph:
         return tuple(found)
 
     @cached_property
-    def consumers(self) -> tuple[tuple[int, ...], ...]:
-        """Op indices that read each tensor, in captured order."""
-        found: list[list[int]] = [[] for _ in self.tensors]
-        for index, op in enumerate(self.ops):
-            for tensor in op.inputs:
-                found[tensor].append(index)
-        return tuple(tuple(users) for users in found)
-
-    @cached_property
     def tensors_on(self) -> tuple[tuple[int, ...], ...]:
         """Tensor indices on each storage."""
         found: list[list[int]] = [[] for _ in self.storages]

@@ -152,21 +152,22 @@ class _Without:
         """A result that was written over an input: it still is, where it has the input's layout."""
         over: Any = node.kwargs[name]
         held = over.meta["val"]
-        with self.graph.inserting_before(node):
-            memory = self.graph.call_function(
-                aten.empty.memory_format, ([0],), {"dtype": held.dtype, "device": held.device}
-            )
-        memory.meta["val"] = with_fakes(torch.empty, [[0]], {"dtype": held.dtype, "device": held.device}, held)
-        node.update_kwarg(name, memory)
+        function = functional(node.target)  # type: ignore[arg-type]
+        if function is None:
+            raise _Unknown
+        others = {key: value for key, value in node.kwargs.items() if key != name}
         try:
-            value = self._computed(node, node.args, node.kwargs)
+            value = self._computed(node, node.args, others, function)
         except RuntimeError as error:
             raise _Unknown from error
-        if value.stride() != held.stride():
-            return value
-        node.update_kwarg(name, over)
-        self.graph.erase_node(memory)
-        return held
+        if value.stride() == held.stride():
+            return held
+        with self.graph.inserting_before(node):  # the op lays its result out in memory that is empty
+            options = {"dtype": held.dtype, "device": held.device}
+            memory = self.graph.call_function(aten.empty.memory_format, ([0],), options)
+        memory.meta["val"] = with_fakes(torch.empty, [[0]], options, held)
+        node.update_kwarg(name, memory)
+        return value
 
     def _in_place(self, node: Node) -> Any:
         first: Any = node.args[0]
@@ -176,9 +177,10 @@ class _Without:
             raise _Unknown
         return held
 
-    def _computed(self, node: Node, args: Any, kwargs: Any) -> Any:
+    def _computed(self, node: Node, args: Any, kwargs: Any, function: Any = None) -> Any:
+        """What a node's op, or another one of its kind, returns for such inputs."""
         args, kwargs = map_arg((args, kwargs), lambda source: source.meta["val"])
-        target: Any = node.target
+        target: Any = function or node.target
 
         def laid_out(*args: Any, **kwargs: Any) -> Any:
             value = target(*args, **kwargs)
@@ -190,6 +192,20 @@ class _Without:
             return (true, *value[1:]) if isinstance(value, (tuple, list)) else true
 
         return with_fakes(laid_out, args, kwargs, next(n.meta["val"] for n in node.all_input_nodes if is_tensor(n)))
+
+
+def functional(target: OpOverload) -> OpOverload | None:
+    """The form of an op that returns what ``target`` writes to an argument; ``None`` where there is none.
+
+    Of a form that writes, torch's fake tensors do not tell how it would lay out a result.
+    """
+    arguments = target._schema.arguments
+    wanted = [(a.name, str(a.type)) for a in arguments if a.alias_info is None or not a.alias_info.is_write]
+    packet = target.overloadpacket
+    for form in (getattr(packet, name) for name in packet.overloads()):
+        if [(a.name, str(a.type)) for a in form._schema.arguments] == wanted and not form._schema.is_mutable:
+            return form  # type: ignore[no-any-return]
+    return None
 
 
 def _strides(value: Any) -> Any:

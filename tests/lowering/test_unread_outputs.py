@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import operator
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -115,3 +117,82 @@ def test_a_layout_that_is_not_known_leaves_the_backward_as_it_is() -> None:
     given = torch.randn(3, 3).t()
     (result,) = found(given, torch.zeros(3, 3))
     assert torch.equal(result, -given) and result.stride() == (1, 3)
+
+
+aten = torch.ops.aten
+Then = Callable[[torch.fx.Graph, torch.fx.Node], torch.fx.Node]
+
+
+def called(graph: torch.fx.Graph, target: Any, *args: Any, value: Any = None, **kwargs: Any) -> torch.fx.Node:
+    """A call in a graph; its results are contiguous, of shape (3, 3), unless told otherwise."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta["val"] = torch.empty(3, 3) if value is None else value
+    return node
+
+
+def summed(then: Then) -> torch.fx.GraphModule:
+    """A backward that adds up two tangents, of which the first is transposed, and goes on with the sum."""
+    graph = torch.fx.Graph()
+    one, other = graph.placeholder("tangents_1"), graph.placeholder("tangents_2")
+    one.meta["val"], other.meta["val"] = torch.empty(3, 3).t(), torch.empty(3, 3)
+    graph.output((then(graph, called(graph, aten.add.Tensor, other, one)),))
+    return torch.fx.GraphModule({}, graph)
+
+
+def one_of_several(graph: torch.fx.Graph, total: torch.fx.Node) -> torch.fx.Node:
+    values = (torch.empty(3, 3), torch.empty(3, 1), torch.empty(3, 1))
+    norm = called(graph, aten.native_layer_norm.default, total, [3], None, None, 1e-5, value=values)
+    return called(graph, operator.getitem, norm, 0)
+
+
+def in_place(graph: torch.fx.Graph, total: torch.fx.Node) -> torch.fx.Node:
+    return called(graph, aten.neg_.default, total)
+
+
+def over_it(graph: torch.fx.Graph, total: torch.fx.Node) -> torch.fx.Node:
+    """Written over the sum, whose layout it has then as well."""
+    return called(graph, aten.neg.out, total, out=total)
+
+
+def over_another(graph: torch.fx.Graph, total: torch.fx.Node) -> torch.fx.Node:
+    """Written over what has another layout now: it gets memory of its own."""
+    return called(graph, aten.neg.out, total, out=called(graph, aten.zeros.default, [3, 3]))
+
+
+def reshaped(graph: torch.fx.Graph, total: torch.fx.Node) -> torch.fx.Node:
+    return called(graph, aten.view.default, total, [9], value=torch.empty(9))
+
+
+def in_place_with_another(graph: torch.fx.Graph, total: torch.fx.Node) -> torch.fx.Node:
+    return called(graph, aten.add_.Tensor, total, called(graph, aten.ones.default, [3, 3]))
+
+
+def written_by_two(graph: torch.fx.Graph, total: torch.fx.Node) -> torch.fx.Node:
+    """An op whose memory does not fit any more, and of which nothing is known."""
+    return called(graph, aten.mul_.Tensor, called(graph, aten.zeros.default, [3, 3]), total)
+
+
+@pytest.mark.parametrize("then", [one_of_several, in_place, over_it, over_another, reshaped])
+def test_what_follows_is_computed_from_the_one_gradient(then: Then) -> None:
+    module = summed(then)
+    found = without_tangents(module, {"tangents_2"})
+    assert found is not module
+    given = torch.randn(3, 3).t()
+    (right,) = module(given, torch.zeros(3, 3))
+    (got,) = found(given, None)
+    assert torch.equal(got, right)
+    (output,) = found.graph.output_node().args[0]  # type: ignore[misc]
+    assert output.meta["val"].stride() == got.stride(), "what is told of its layout is so"
+
+
+@pytest.mark.parametrize("then", [in_place_with_another, written_by_two])
+def test_what_cannot_be_told_stays(then: Then) -> None:
+    module = summed(then)
+    assert without_tangents(module, {"tangents_2"}) is module
+
+
+def test_symbolic_sizes_stay() -> None:
+    module = summed(in_place)
+    size = module.graph.placeholder("size")
+    size.meta["val"] = torch.SymInt(unittest.mock.Mock())
+    assert without_tangents(module, {"tangents_2"}) is module
