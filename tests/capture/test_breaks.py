@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -131,6 +132,78 @@ def test_what_only_python_can_say_is_said_by_python(
     found = said(lambda: [planned(x), planned(x)], capsys, caplog)
     assert_same(expected[0][0].detach(), found[0][0].detach())
     assert expected[1] == found[1] and len(found[1][2]) == 2
+
+
+def helper(x: torch.Tensor) -> None:
+    """Says who called it."""
+    warnings.warn("from a helper", FutureWarning, stacklevel=2)
+    log.info("rows and more: %s", [x.shape[0], (x.shape[1], "columns")], stacklevel=2)
+
+
+def by_a_helper(x: torch.Tensor) -> None:
+    helper(x)
+
+
+def lists(x: torch.Tensor) -> None:
+    print({"a": (1, 2.5)}, [x.shape[0], 3], x.shape, x.detach().sum())
+
+
+def by_its_number(x: torch.Tensor) -> None:
+    log.log(logging.INFO, "%d rows", x.shape[0])
+
+
+def with_a_traceback(x: torch.Tensor) -> None:
+    try:
+        raise ValueError(x.dim())
+    except ValueError:
+        log.exception("not so")
+
+
+def to_a_file(x: torch.Tensor) -> None:
+    print("rows", x.shape[0], file=sys.stdout)
+
+
+def a_warning_object(_: torch.Tensor) -> None:
+    warnings.warn(UserWarning("an object"), stacklevel=1)
+
+
+def without_a_category(_: torch.Tensor) -> None:
+    warnings.warn("nothing", None, stacklevel=1)
+
+
+def of_another_thing(x: torch.Tensor) -> None:
+    warnings.warn("nothing", UserWarning, 1, x.dim())
+
+
+@pytest.mark.parametrize(
+    "speak",
+    [
+        by_a_helper,
+        lists,
+        by_its_number,
+        with_a_traceback,
+        to_a_file,
+        a_warning_object,
+        without_a_category,
+        of_another_thing,
+    ],
+)
+def test_whatever_is_said_is_said_as_in_eager_mode(
+    speak: Callable[[torch.Tensor], None], capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of batches of several sizes, so that numbers are symbols."""
+    net = nn.Linear(8, 1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        speak(x)
+        return net(x).pow(2).mean()
+
+    planned = rematerialize(step, cost_model="unit", solver="greedy")
+    batches = [torch.randn(rows, 8) for rows in (4, 6, 9, 4)]
+    expected = said(lambda: [step(x) for x in batches], capsys, caplog)
+    found = said(lambda: [planned(x) for x in batches], capsys, caplog)
+    assert all(map(torch.equal, expected[0], found[0]))
+    assert expected[1] == found[1] and any(expected[1])
 
 
 def test_a_warning_that_is_an_error_is_one() -> None:
