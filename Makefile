@@ -4,9 +4,9 @@
 #   make test       style, types, architecture and tests, in minutes
 #   make ci         these and the long tests: all that continuous integration runs
 #
-# and `make check`, the first three of those checks, in seconds; `make benchmark`, which compares with other ways of saving
-# memory; `make papers`, which prints the papers' tables beside ours. The first of them creates .venv and installs everything
-# into it; later ones do not install again.
+# and `make check`, the first three of those checks, in seconds; `make quick ARGS=tests/solvers`, the tests of one room;
+# `make benchmark`, which compares with other ways of saving memory; `make papers`, which prints the papers' tables beside ours.
+# The first of them creates .venv and installs everything into it; later ones do not install again.
 #
 #   PYTHON=python3.12        the interpreter that .venv is made with
 #   TORCH='torch==2.12.*'    the torch to install (a plain `torch` may bring gigabytes of CUDA libraries along)
@@ -26,7 +26,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: demo check test ci benchmark papers format install clean FORCE
+.PHONY: demo check test quick ci benchmark papers format install clean FORCE
 
 demo: install
 	$(BIN)/python $(DEMO) $(ARGS)
@@ -37,7 +37,9 @@ check: install
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: check
+test: check quick
+
+quick: install
 	$(BIN)/python -m pytest -m "not long and not slow and not gpu" -n $(WORKERS) --dist worksteal $(ARGS)
 
 ci: check

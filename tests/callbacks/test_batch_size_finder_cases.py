@@ -475,6 +475,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.long
+@pytest.mark.long
 def test_two_processes_find_the_same_size(processes):
     first, second = processes
     assert first["size"] == second["size"] > BEFORE == first["before"] == second["before"]
@@ -483,6 +484,7 @@ def test_two_processes_find_the_same_size(processes):
         assert one["failures"] == [] and any(one["rematerializes"]) and all(one["runs"]) and one["clean"]
 
 
+@pytest.mark.long
 def test_the_loaders_of_two_processes_share_the_samples(processes):
     whole = {float(x[0]) for x, _ in loader(Watched.samples).dataset}
     for rank, one in enumerate(processes):
@@ -492,6 +494,7 @@ def test_the_loaders_of_two_processes_share_the_samples(processes):
     assert {*processes[0]["samples"]} | {*processes[1]["samples"]} == whole
 
 
+@pytest.mark.long
 def test_two_processes_train_one_model(processes):
     first, second = processes
     for name in ("parameters", "gradients", "optimizers"):

@@ -213,7 +213,7 @@ def compared(
     torch.manual_seed(0)
     eager, tokens = Head(loss).to(dtype), torch.randint(0, CLASSES, (12, 30))
     module = copy.deepcopy(eager)
-    step = rematerialize(module, budget=budget, time_limit=2.0, cost_model="flops", **options)
+    step = rematerialize(module, budget=budget, time_limit=0.5, cost_model="flops", **options)
     assert all(map(torch.equal, train(module, step, tokens, half), train(eager, eager, tokens, half)))
     for (name, one), other in zip(module.named_parameters(), eager.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None
@@ -280,7 +280,7 @@ def test_the_peak_is_as_predicted(loss: Callable[..., torch.Tensor]) -> None:
     """Little more than the logits: their gradient is written over them."""
     torch.manual_seed(0)
     module, tokens = Head(loss), torch.randint(0, CLASSES, (32, 64))
-    step = rematerialize(module, budget="min", time_limit=2.0)
+    step = rematerialize(module, budget="min", time_limit=0.5)
 
     def training_step() -> None:
         value = step(tokens)
@@ -306,7 +306,7 @@ def test_logits_that_are_returned_are_not_written_over() -> None:
     torch.manual_seed(0)
     eager, tokens = WithLogits(plain), torch.randint(0, CLASSES, (6, 20))
     module = copy.deepcopy(eager)
-    step = rematerialize(module, budget="min", time_limit=2.0)
+    step = rematerialize(module, budget="min", time_limit=0.5)
     right, given = eager(tokens)
     for _ in range(2):
         loss, logits = step(tokens)
@@ -325,7 +325,7 @@ def test_a_gradient_that_arrives_in_another_layout() -> None:
         logits = one(batch)
         return functional.cross_entropy(logits.flatten(0, 1), batch.flatten(), reduction="none"), logits.mean(-1)
 
-    step = rematerialize(lambda batch: losses(module, batch), "min", time_limit=2.0)
+    step = rematerialize(lambda batch: losses(module, batch), "min", time_limit=0.5)
     for make in (
         lambda rows, means: rows.mean() + means.sum(),
         lambda rows, means: (means.t() @ rows.view(6, 20)).sum(),
@@ -343,7 +343,7 @@ def test_sizes_that_vary_are_planned_whole() -> None:
     torch.manual_seed(0)
     eager = Head(the_next_token)
     module = copy.deepcopy(eager)
-    step = rematerialize(module, "min", time_limit=2.0, cost_model="flops")
+    step = rematerialize(module, "min", time_limit=0.5, cost_model="flops")
     found = []
     for time in (20, 24, 28, 21):
         tokens = torch.randint(0, CLASSES, (12, time))
