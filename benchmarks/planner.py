@@ -25,7 +25,7 @@ from benchmarks.common.pictures import draw
 from benchmarks.common.tables import numbers_table
 from benchmarks.common.unavoidable import unavoidable
 from benchmarks.papers.checkmate_networks import capture as layers_of_checkmate
-from benchmarks.papers.hiremate import PAPER_RESULTS, Network, captured
+from benchmarks.papers.hiremate_studies import PAPER_RESULTS, Network, captured
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
