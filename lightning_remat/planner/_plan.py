@@ -38,6 +38,8 @@ class Plan:
         notes: what happened on the way, in words.
         footprint: what the CUDA caching allocator does with the schedule, by a model of it; ``None`` on the CPU and
             with allocators that are not modelled.
+        untiled: the graph as it was captured, where ``graph`` computes a part of it in slices: the step without
+            rematerialization is that. ``None`` elsewhere.
 
     Example:
         >>> import torch
@@ -63,6 +65,7 @@ class Plan:
     cost_seconds: float = 0.0
     notes: tuple[str, ...] = ()
     footprint: Footprint | None = None
+    untiled: ComputationGraph | None = None
 
     @property
     def predicted_allocated_bytes(self) -> int:
@@ -115,13 +118,17 @@ class Plan:
         return simulate(self.graph, self.schedule)
 
     def baseline_schedule(self) -> Schedule:
-        """The schedule without rematerialization: every op once, in the captured order."""
-        problem = Problem(self.graph)
+        """The schedule without rematerialization: every op of the graph as it was captured once, in the captured order."""
+        problem = Problem(self._as_captured)
         return problem.expand(problem.captured)
 
     def baseline_timeline(self) -> Timeline:
         """The memory timeline of the step without rematerialization."""
-        return simulate(self.graph, self.baseline_schedule())
+        return simulate(self._as_captured, self.baseline_schedule())
+
+    @property
+    def _as_captured(self) -> ComputationGraph:
+        return self.graph if self.untiled is None else self.untiled
 
     def summary(self) -> str:
         """The plan as one line of text."""
@@ -149,6 +156,7 @@ class Plan:
             overhead=self.overhead,
             gap=self.gap if self.gap != float("inf") else None,
             footprint=self.footprint.to_dict() if self.footprint is not None else None,
+            untiled=self.untiled.to_dict() if self.untiled is not None else None,
         )
         return data
 
@@ -190,23 +198,26 @@ class Plan:
         Raises:
             KeyError, TypeError, ValueError: where a field is missing or malformed.
         """
-        others = ("graph", "footprint")  # a plan that was saved before there was a footprint has none
+        others = ("graph", "footprint", "untiled")  # a plan that was saved before there were the last two has none
         values = {field.name: data[field.name] for field in dataclasses.fields(cls) if field.name not in others}
-        footprint = data.get("footprint")
+        footprint, untiled = data.get("footprint"), data.get("untiled")
         values.update(
             schedule=Schedule.from_dict(data["schedule"]),
             status=Status(data["status"]),
             notes=tuple(data["notes"]),
             footprint=Footprint.from_dict(footprint) if footprint is not None else None,
+            untiled=ComputationGraph.from_dict(untiled) if untiled is not None else None,
         )
         return cls(graph=graph, **values)
 
 
 def with_beside(plan: Plan, nbytes: int, budget_bytes: int = 0) -> Plan:
     """The plan with ``nbytes`` more held all through the step, and a budget that is larger by ``budget_bytes``."""
+    graph, untiled = plan.graph, plan.untiled
     return dataclasses.replace(
         plan,
-        graph=plan.graph.replace(resident_bytes=plan.graph.resident_bytes + nbytes),
+        graph=graph.replace(resident_bytes=graph.resident_bytes + nbytes),
+        untiled=None if untiled is None else untiled.replace(resident_bytes=untiled.resident_bytes + nbytes),
         budget_bytes=plan.budget_bytes + budget_bytes,
         predicted_peak_bytes=plan.predicted_peak_bytes + nbytes,
         baseline_peak_bytes=plan.baseline_peak_bytes + nbytes,

@@ -74,6 +74,7 @@ def beside_untiled(plan: Plan, captured: CapturedGraph) -> Plan:
     baseline = problem.evaluate(problem.captured)
     return dataclasses.replace(
         plan,
+        untiled=graph,
         baseline_peak_bytes=baseline.peak_bytes,
         baseline_seconds=baseline.seconds,
         lower_bound_seconds=min(plan.lower_bound_seconds, baseline.seconds),

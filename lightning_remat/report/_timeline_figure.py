@@ -35,7 +35,7 @@ def timeline_figure(
     that it occurs in.
 
     Args:
-        graph: the graph of both timelines.
+        graph: the graph of both timelines, or of ``after`` where there are ``boundaries``.
         before: timeline of the step without rematerialization.
         after: timeline of the schedule.
         budget_bytes: the budget to draw, in bytes; ``None`` for none.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 
-from lightning_remat import InfeasibleBudgetError, Rematerialized, rematerialize
+from lightning_remat import InfeasibleBudgetError, Plan, Rematerialized, rematerialize
 from lightning_remat.capture import _tiles
 from lightning_remat.capture._tiles import Box, gradient_of_rows, loss_of_rows
 from lightning_remat.measure import held_bytes, peak_memory
@@ -254,7 +255,7 @@ def test_what_fits_stays_whole() -> None:
     assert not is_tiled(compared(plain, "1GiB"))
 
 
-def test_tiling_can_be_turned_off() -> None:
+def test_tiling_can_be_turned_off(tmp_path: Path) -> None:
     off, on = compared(plain, "min", tiling="off"), compared(plain, "min")
     assert is_tiled(on) and not is_tiled(off)
     assert off.plan is not None and on.plan is not None
@@ -263,6 +264,11 @@ def test_tiling_can_be_turned_off() -> None:
     assert on.plan.baseline_peak_bytes == off.plan.baseline_peak_bytes
     assert on.plan.baseline_seconds == off.plan.baseline_seconds
     assert on.plan.lower_bound_seconds <= off.plan.baseline_seconds
+    assert (
+        on.plan.baseline_timeline().peak_bytes == on.plan.baseline_peak_bytes == off.plan.baseline_timeline().peak_bytes
+    )
+    on.plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == on.plan
 
 
 def test_what_is_infeasible_whole_is_planned_in_slices() -> None:

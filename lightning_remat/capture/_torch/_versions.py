@@ -82,11 +82,12 @@ NAMES = {
     "_batch_norm_with_update.default _batch_norm_with_update_functional.default _functional_assert_async.msg "
     "_functional_assert_scalar.default _functional_sym_constrain_range.default "
     "_functional_sym_constrain_range_for_size.default _grouped_mm.default _log_softmax.default "
-    "_log_softmax_backward_data.default _native_batch_norm_legit.default _native_batch_norm_legit.no_stats "
+    "_log_softmax.out _log_softmax_backward_data.default _log_softmax_backward_data.out "
+    "_native_batch_norm_legit.default _native_batch_norm_legit.no_stats "
     "_native_batch_norm_legit_functional.default _native_batch_norm_legit_no_training.default "
-    "_pack_padded_sequence_backward.default _safe_softmax.default _softmax.default _softmax_backward_data.default "
-    "_to_copy.default _unsafe_view.default add.Tensor._dispatch_cache add.Tensor._op add.Tensor._op_dk add.Tensor._schema "
-    "add.Tensor.py_kernels",
+    "_pack_padded_sequence_backward.default _safe_softmax.default _softmax.default "
+    "_softmax_backward_data.default _to_copy.default _unsafe_view.default add.Tensor._dispatch_cache "
+    "add.Tensor._op add.Tensor._op_dk add.Tensor._schema add.Tensor.py_kernels",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
     "torch.utils._pytree": "tree_leaves tree_map_only",
     "torch.utils._sympy.interp": "sympy_interp",
