@@ -46,7 +46,7 @@ def cheaper(
         except InfeasibleBudgetError as error:
             errors.append(error)
             continue
-        if not smallest and plan(found[-1]).overhead <= AS_CHEAP:
+        if not smallest and not over(plan(found[-1])) and plan(found[-1]).overhead <= AS_CHEAP:
             return found[-1]
     if not found:
         raise min(errors, key=lambda error: error.smallest_bytes)
@@ -56,7 +56,7 @@ def cheaper(
 
 
 def over(plan: Plan) -> int:
-    """Bytes by which a plan is over its budget: that of a part may be, until the whole is known."""
+    """Bytes by which a plan is over its budget: one of captured order is, where the verifier refuses what was found."""
     return max(0, plan.predicted_peak_bytes - plan.budget_bytes)
 
 

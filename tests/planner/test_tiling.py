@@ -1,0 +1,73 @@
+"""Which form of a step is planned, where it does not fit as it was captured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from lightning_remat.errors import InfeasibleBudgetError
+from lightning_remat.planner import Plan, RematConfig, make_plan
+from lightning_remat.planner._tiling import cheaper
+from tests.helpers.graphs import unit_chain
+
+
+def a_plan(overhead: float, peak_bytes: int = 90, budget_bytes: int = 100) -> Plan:
+    plan = make_plan(unit_chain(2), RematConfig(budget=1.0))
+    return dataclasses.replace(
+        plan,
+        baseline_seconds=1.0,
+        predicted_seconds=1.0 + overhead,
+        predicted_peak_bytes=peak_bytes,
+        budget_bytes=budget_bytes,
+    )
+
+
+def infeasible(smallest_bytes: int) -> Callable[[], Plan]:
+    def make() -> Plan:
+        raise InfeasibleBudgetError(100, smallest_bytes, "op", "module")
+
+    return make
+
+
+def chosen(tiled: Callable[[], Plan], plain: Callable[[], Plan], smallest: bool = False) -> Plan:
+    return cheaper(plain, tiled, lambda plan: plan, smallest=smallest)
+
+
+def test_a_tiled_form_that_costs_next_to_nothing_is_taken_unseen() -> None:
+    tiled = a_plan(0.005)
+
+    def never() -> Plan:
+        raise AssertionError
+
+    assert chosen(lambda: tiled, never) is tiled
+
+
+def test_the_cheaper_form_is_taken() -> None:
+    cheap, dear = a_plan(0.2), a_plan(0.3)
+    assert chosen(lambda: cheap, lambda: dear) is cheap
+    assert chosen(lambda: dear, lambda: cheap) is cheap
+
+
+def test_a_form_over_the_budget_is_not_taken_for_its_time() -> None:
+    """The captured order, which is what runs where the verifier refuses what was found."""
+    over, within = a_plan(0.0, peak_bytes=120), a_plan(0.4)
+    assert chosen(lambda: over, lambda: within) is within
+    assert chosen(lambda: within, lambda: over) is within
+
+
+def test_the_form_that_is_feasible_is_taken() -> None:
+    plan = a_plan(0.5)
+    assert chosen(infeasible(110), lambda: plan) is plan
+    assert chosen(lambda: plan, infeasible(110)) is plan
+    with pytest.raises(InfeasibleBudgetError) as error:
+        chosen(infeasible(110), infeasible(130))
+    assert error.value.smallest_bytes == 110
+
+
+def test_with_min_the_tiled_form_has_to_save_bytes() -> None:
+    tiled, plain = a_plan(0.0, peak_bytes=995), a_plan(0.5, peak_bytes=1000)
+    assert chosen(lambda: tiled, lambda: plain, smallest=True) is plain
+    tiled = a_plan(0.9, peak_bytes=900)
+    assert chosen(lambda: tiled, lambda: plain, smallest=True) is tiled
