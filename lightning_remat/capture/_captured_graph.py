@@ -14,6 +14,7 @@ from lightning_remat.capture._call import OpCall
 from lightning_remat.capture._nodes import new_values
 from lightning_remat.capture._sizes import Sizes, Symbol
 from lightning_remat.capture._torch import largest, output_of_tangent
+from lightning_remat.capture.tiling import Tiling
 from lightning_remat.graph import ComputationGraph, TensorRole
 
 Node = torch.fx.Node
@@ -46,6 +47,7 @@ class CapturedGraph:
         device: where most of the step's bytes are.
         real_bytes: bytes on ``device``, by storage, where measuring has found others than tracing says.
         untiled: the graph with costs that it is another form of (see `tiled`); ``None`` for one as it was captured.
+        tiling: which form it is.
     """
 
     graph: ComputationGraph
@@ -65,10 +67,11 @@ class CapturedGraph:
     symbols: dict[Symbol, Node]
     device: torch.device
     _read: Callable[[Sizes], CapturedGraph]
-    _tile: Callable[[], Callable[[Sizes], CapturedGraph] | None] = lambda: None
+    _tile: Callable[[Tiling], Callable[[Sizes], CapturedGraph] | None] = lambda _tiling: None
     _order: tuple[int, ...] = ()
     real_bytes: Mapping[int, int] = dataclasses.field(default_factory=dict)
     untiled: CapturedGraph | None = None
+    tiling: Tiling | None = None
 
     def at(self, sizes: Sequence[int]) -> CapturedGraph:
         """The same ops in the same order, without costs, for these ``sizes`` in the place of ``symbols``, one each."""
@@ -76,13 +79,13 @@ class CapturedGraph:
         found = self._read(Sizes({**others, **dict(zip(self.symbols, sizes, strict=True))}))
         return found.reordered(self._order) if self._order else found
 
-    def tiled(self) -> CapturedGraph | None:
-        """The same step, with what can be computed in slices of rows (see ``_tiles``); without costs, in the captured order.
+    def tiled(self, tiling: Tiling) -> CapturedGraph | None:
+        """The same step, with what can be computed in slices (see ``tiling``); without costs, in the captured order.
 
-        ``None`` where nothing can.
+        ``None`` where nothing can that the tiling is of.
         """
-        read = self._tile()
-        return None if read is None else dataclasses.replace(read(self.sizes), untiled=self)
+        read = self._tile(tiling)
+        return None if read is None else dataclasses.replace(read(self.sizes), untiled=self, tiling=tiling)
 
     def reordered(self, order: Sequence[int]) -> CapturedGraph:
         """A copy with the ops in another order, given as indices into the present one."""

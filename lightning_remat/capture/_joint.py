@@ -28,7 +28,6 @@ from lightning_remat.capture._nodes import (
 )
 from lightning_remat.capture._order import execution_order, keeps_its_place
 from lightning_remat.capture._sizes import Sizes, Symbol, symbols_among, symbols_of, unlike_any
-from lightning_remat.capture._tiles import tile_losses
 from lightning_remat.capture._torch import (
     HigherOrderOperator,
     hint,
@@ -36,6 +35,7 @@ from lightning_remat.capture._torch import (
     overwritten,
 )
 from lightning_remat.capture.rewritings import HandOver, rewrite
+from lightning_remat.capture.tiling import Tiling
 from lightning_remat.errors import CaptureError
 from lightning_remat.graph import ComputationGraph, Op, Phase, Tensor, TensorRole
 
@@ -86,9 +86,9 @@ def from_joint(
 
         return read
 
-    def tile() -> Callable[[Sizes], CapturedGraph] | None:
+    def tile(tiling: Tiling) -> Callable[[Sizes], CapturedGraph] | None:
         other = copy_of(module)
-        return readable(other) if tile_losses(other.graph) else None
+        return readable(other) if tiling.of(other.graph) else None
 
     symbols = symbols_among(module.graph)
     return readable(module)(Sizes({symbol: hint(node.meta["val"]) for symbol, node in symbols.items()}))

@@ -42,6 +42,28 @@ def is_view(target: Any) -> bool:
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
+_ELEMENTWISE = {
+    aten.hardtanh_backward.default,
+    aten.leaky_relu.default,
+    aten.leaky_relu_backward.default,
+    aten.elu_backward.default,
+    aten.hardswish.default,
+    aten.hardsigmoid_backward.default,
+    aten.softplus_backward.default,
+    aten.softshrink_backward.default,
+    aten.hardshrink_backward.default,
+    aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default,
+    aten.binary_cross_entropy_backward.default,
+}
+"""Elementwise ops that torch (2.11 or 2.13) does not tag as such."""
+
+
+def is_elementwise(target: Any) -> bool:
+    """Whether each element of the result is computed from one element of each input."""
+    return isinstance(target, OpOverload) and (torch.Tag.pointwise in target.tags or target in _ELEMENTWISE)
+
+
 def is_random(target: Any) -> bool:
     """Whether the op draws random numbers."""
     return target is dropout_mask or (

@@ -14,30 +14,16 @@ from typing import Any
 import torch
 
 from lightning_remat.capture._call import TensorSpec
+from lightning_remat.capture._ops import is_elementwise
 from lightning_remat.capture._scatters import writes_part
-from lightning_remat.capture._tiles import LOGITS, gradient_of_rows
 from lightning_remat.capture._torch import OpOverload, real_tensors, run_on_cpu
+from lightning_remat.capture.tiling._losses import LOGITS, gradient_of_rows
+from lightning_remat.capture.tiling._sliced import writes_over
 
 aten = torch.ops.aten
 
 Form = tuple[Callable[..., Any], str]
 """A call that writes over an input, and the name of its argument that is written to ("" where it is the first one)."""
-
-_ELEMENTWISE = {
-    aten.hardtanh_backward.default,
-    aten.leaky_relu.default,
-    aten.leaky_relu_backward.default,
-    aten.elu_backward.default,
-    aten.hardswish.default,
-    aten.hardsigmoid_backward.default,
-    aten.softplus_backward.default,
-    aten.softshrink_backward.default,
-    aten.hardshrink_backward.default,
-    aten.mse_loss_backward.default,
-    aten.smooth_l1_loss_backward.default,
-    aten.binary_cross_entropy_backward.default,
-}
-"""Elementwise ops that torch (2.11 or 2.13) does not tag as such."""
 
 _ROWWISE: dict[Any, int] = {
     aten._softmax.default: 1,
@@ -65,11 +51,13 @@ def overwriting(target: Any, position: int, device: str = "cpu") -> Form | None:
         return (target, "out") if position in (0, 1) else None
     if target is gradient_of_rows:
         return (target, "out") if position == LOGITS else None
+    if writes_over(target, position):
+        return target, "out"
     if writes_part(target):
         return (target, "out") if position == 0 else None
     if target in _ROWWISE:
         return _written_to(target, False) if device == "cpu" and 0 <= position < _ROWWISE[target] else None
-    if isinstance(target, OpOverload) and (torch.Tag.pointwise in target.tags or target in _ELEMENTWISE):
+    if is_elementwise(target):
         return _written_to(target, position == 0)
     return None
 

@@ -1,53 +1,88 @@
-"""Which form of a step is planned: as it was captured, or with what can be computed in slices of rows."""
+"""Which form of a step is planned: as it was captured, or with what can be computed in slices."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from lightning_remat.capture import CapturedGraph
+from lightning_remat.capture import CapturedGraph, Tiling
 from lightning_remat.errors import InfeasibleBudgetError
 from lightning_remat.planner._plan import Plan
 from lightning_remat.solvers import Problem, Status
 
 AS_CHEAP = 0.01
-"""A plan of the tiled form is taken unseen if it costs no more than this share over the step without rematerialization."""
+"""A plan is taken before other forms are planned if it costs no more than this share over the captured step."""
+
+DEAR = 0.2
+"""The form in which chains of ops run in slices, and a second time in the backward, is planned if the others cost more than
+this share."""
 
 WORTH_IT = 0.01
-"""What the other form must save of the smallest peak to be taken with the budget ``"min"``, as a share."""
+"""What a tiled form must save of the smallest peak to be taken with the budget ``"min"``, as a share."""
 
+_TOLD = {
+    Tiling.LOSSES: "its losses over classes are computed in slices of rows",
+    Tiling.CHAINS: "chains of its ops are computed in slices, and again in the backward",
+}
+"""What is said of a plan of each form."""
+
+_Form = TypeVar("_Form")
 _Made = TypeVar("_Made")
 
 
-def cheaper(
-    plain: Callable[[], _Made],
-    tiled: Callable[[], _Made],
+def forms(captured: CapturedGraph, *, smallest: bool) -> Iterator[tuple[CapturedGraph, float]]:
+    """The forms in which to plan a step that does not fit as it is, each made when it is asked for.
+
+    Args:
+        captured: the step as it was captured.
+        smallest: whether the smallest peak is wanted: then it comes last.
+
+    Yields:
+        A form, and the share over the step without rematerialization up to which a plan is good enough to ask for no more.
+    """
+    if smallest:
+        form = captured.tiled(Tiling.CHAINS) or captured.tiled(Tiling.LOSSES)
+        if form is not None:
+            yield form, 0.0
+        yield captured, 0.0
+        return
+    losses = captured.tiled(Tiling.LOSSES)
+    if losses is not None:
+        yield losses, AS_CHEAP
+    yield captured, DEAR
+    chains = captured.tiled(Tiling.CHAINS)
+    if chains is not None:
+        yield chains, DEAR
+
+
+def cheapest(
+    forms: Iterable[tuple[_Form, float]],
+    make: Callable[[_Form], _Made],
     plan: Callable[[_Made], Plan],
     *,
     smallest: bool,
 ) -> _Made:
-    """A plan for a step that does not fit as it is: that of the form in which it costs less.
+    """A plan for a step that does not fit as it is: that of the form in which it costs least.
 
     Args:
-        plain: plans the step as it was captured.
-        tiled: plans its tiled form, within the same bytes.
-        plan: the plan of what these return.
-        smallest: whether the smaller peak is wanted, and not the shorter step.
+        forms: see the function of that name.
+        make: plans a form.
+        plan: the plan of what it returns.
+        smallest: whether the smallest peak is wanted, and not the shortest step.
 
     Raises:
-        InfeasibleBudgetError: where neither is found within the budget; it names the smaller of the two smallest budgets.
+        InfeasibleBudgetError: where none is found within the budget; it names the smallest of the smallest budgets.
     """
     found: list[_Made] = []
     errors: list[InfeasibleBudgetError] = []
-    for make in (tiled, plain):
+    for form, good_enough in forms:
         try:
-            found.append(make())
+            found.append(make(form))
         except InfeasibleBudgetError as error:
             errors.append(error)
-            continue
-        if not smallest and not over(plan(found[-1])) and plan(found[-1]).overhead <= AS_CHEAP:
-            return found[-1]
+        if not smallest and any(not over(plan(made)) and plan(made).overhead <= good_enough for made in found):
+            break
     if not found:
         raise min(errors, key=lambda error: error.smallest_bytes)
     if smallest:
@@ -65,7 +100,7 @@ def beside_untiled(plan: Plan, captured: CapturedGraph) -> Plan:
 
     Its lower bound is no higher than that: a schedule of the step as it was captured may be as fast.
     """
-    if captured.untiled is None:
+    if captured.untiled is None or captured.tiling is None:
         return plan
     graph = captured.untiled.graph.replace(
         resident_bytes=plan.graph.resident_bytes, forward_resident_bytes=plan.graph.forward_resident_bytes
@@ -79,5 +114,5 @@ def beside_untiled(plan: Plan, captured: CapturedGraph) -> Plan:
         baseline_seconds=baseline.seconds,
         lower_bound_seconds=min(plan.lower_bound_seconds, baseline.seconds),
         status=Status.FEASIBLE if plan.predicted_seconds > baseline.seconds else plan.status,
-        notes=(*plan.notes, "its losses over classes are computed in slices of rows"),
+        notes=(*plan.notes, _TOLD[captured.tiling]),
     )

@@ -12,7 +12,16 @@ import torch
 import torch.fx
 
 from lightning_remat._blocks import block_bytes
-from lightning_remat.capture import PARTS, Autocast, CapturedGraph, from_joint, name_assertions, same_device, stays
+from lightning_remat.capture import (
+    PARTS,
+    Autocast,
+    CapturedGraph,
+    Tiling,
+    from_joint,
+    name_assertions,
+    same_device,
+    stays,
+)
 from lightning_remat.capture import _torch as internals
 from lightning_remat.capture._autocast import cast_arguments, cast_often, share_casts
 from lightning_remat.capture._checkpoints import checkpoints, refuse_other_second_evaluations
@@ -171,8 +180,8 @@ class _Reading:
         )
         return captured, sums
 
-    def again(self, frame: internals.Frame, sums: Sums, tiled: bool, layouts: Layouts) -> CapturedGraph:
-        """The graph, or its tiled form, traced once more for gradients of these layouts.
+    def again(self, frame: internals.Frame, sums: Sums, tiling: Tiling | None, layouts: Layouts) -> CapturedGraph:
+        """The graph, or a tiled form of it, traced once more for gradients of these layouts.
 
         Raises:
             CaptureError: where other gradients would be sums than in the first trace.
@@ -181,7 +190,7 @@ class _Reading:
         captured, others = frame.joint(layouts, self.read)
         if others != sums:
             raise CaptureError("the gradients that are added up in it are others then")
-        form = captured.tiled() if tiled else captured
+        form = captured if tiling is None else captured.tiled(tiling)
         if form is None:
             raise CaptureError("nothing in it can be computed in slices then")
         return form
@@ -283,7 +292,7 @@ class _Handed:
         plans, captured, number = self._step.plans, planned.captured, planned.number
         schedule = plans.all[number].schedule
         planned.buffers.add(number, captured, schedule)
-        again = functools.partial(self._reading.again, self._frame, self._sums, captured.untiled is not None)
+        again = functools.partial(self._reading.again, self._frame, self._sums, captured.tiling)
         arrivals = Arrivals(exchange, again)
         arrivals.add(0, captured, schedule)
         graph = Graph(

@@ -19,7 +19,7 @@ from lightning_remat.planner._device_memory import DeviceMemory
 from lightning_remat.planner._late import with_late_gradients
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._surroundings import Surroundings, Weights, replay_bytes
-from lightning_remat.planner._tiling import cheaper
+from lightning_remat.planner._tiling import cheapest, forms
 from lightning_remat.planner._together import Part
 from lightning_remat.runtime._call import Call, Shapes
 from lightning_remat.runtime._graph import Graph
@@ -142,32 +142,33 @@ class Plans:
             )
             return form, problem, plan
 
-        tiled, budget_bytes = self._tiled(captured, weights, around) if whole else (None, None)
-        if tiled is None:
+        fits, budget_bytes = self._as_it_is(captured, weights, around) if whole else (True, None)
+        if fits:
             captured, problem, plan = planned(captured, cost_seconds)
         else:
-            form, more_seconds = self.planning.measured(tiled)
-            captured, problem, plan = cheaper(
-                functools.partial(planned, captured, cost_seconds),
-                functools.partial(planned, with_late_gradients(form), cost_seconds + more_seconds, budget_bytes),
-                operator.itemgetter(2),
-                smallest=budget_bytes is None,
+
+            def made(form: CapturedGraph) -> _Planned:
+                if form is captured:
+                    return planned(form, cost_seconds)
+                form, more_seconds = self.planning.measured(form)
+                return planned(with_late_gradients(form), cost_seconds + more_seconds, budget_bytes)
+
+            smallest = budget_bytes is None
+            captured, problem, plan = cheapest(
+                forms(captured, smallest=smallest), made, operator.itemgetter(2), smallest=smallest
             )
         self.planning.allocator.arrange(plan.footprint, captured.device)
         return captured, problem, plan, around, memory
 
-    def _tiled(
-        self, captured: CapturedGraph, weights: Weights, around: Surroundings
-    ) -> tuple[CapturedGraph | None, int | None]:
-        """The tiled form of a call's only graph, and the budget in bytes (``None`` for ``"min"``).
+    def _as_it_is(self, captured: CapturedGraph, weights: Weights, around: Surroundings) -> tuple[bool, int | None]:
+        """Whether a call's only graph is planned as it was captured, and the budget in bytes (``None`` for ``"min"``).
 
-        There is none where the graph fits as it is, nor for sizes that vary: how much the plain step holds at other sizes is
-        told by the form that is planned.
+        It is where it fits so, and for sizes that vary: how much the plain step holds at other sizes is told by the form
+        that is planned.
         """
         if self.planning.config.tiling == "off" or captured.symbols or self._call.ran:
-            return None, None
-        fits, budget_bytes = self.planning.fits(captured, around.put_around(captured, weights), around.held_bytes)
-        return (None if fits else captured.tiled()), budget_bytes
+            return True, None
+        return self.planning.fits(captured, around.put_around(captured, weights), around.held_bytes)
 
     def made(
         self,

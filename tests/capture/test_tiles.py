@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 from lightning_remat import InfeasibleBudgetError, Plan, Rematerialized, rematerialize
-from lightning_remat.capture import _tiles
-from lightning_remat.capture._tiles import Box, gradient_of_rows, loss_of_rows
+from lightning_remat.capture.tiling import _losses
+from lightning_remat.capture.tiling._losses import Box, gradient_of_rows, loss_of_rows
 from lightning_remat.measure import held_bytes, peak_memory
 from tests.helpers.training import Classifier, callback, compare
 
@@ -27,7 +27,7 @@ CLASSES = 517
 
 @pytest.fixture(autouse=True)
 def _small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_tiles, "LEAST_BYTES", 1 << 12)
+    monkeypatch.setattr(_losses, "LEAST_BYTES", 1 << 12)
 
 
 # -- the two ops --------------------------------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def test_a_slice_lies_as_its_rows_do_among_all() -> None:
     """CUDA's kernels read rows in vectors from the first aligned address on."""
     rows, room = torch.empty(7, 1003, dtype=torch.bfloat16), torch.empty(7 * 1003 + 4)
     for begin in range(20):
-        made = _tiles._as_it_would_lie(rows, begin, room)
+        made = _losses._as_it_would_lie(rows, begin, room)
         assert made.shape == rows.shape and made.dtype is torch.float32 and made.is_contiguous()
         assert made.data_ptr() % 16 == begin * 1003 * 4 % 16
 

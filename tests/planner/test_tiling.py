@@ -9,7 +9,7 @@ import pytest
 
 from lightning_remat.errors import InfeasibleBudgetError
 from lightning_remat.planner import Plan, RematConfig, make_plan
-from lightning_remat.planner._tiling import cheaper
+from lightning_remat.planner._tiling import AS_CHEAP, DEAR, cheapest
 from tests.helpers.graphs import unit_chain
 
 
@@ -31,16 +31,22 @@ def infeasible(smallest_bytes: int) -> Callable[[], Plan]:
     return make
 
 
-def chosen(tiled: Callable[[], Plan], plain: Callable[[], Plan], smallest: bool = False) -> Plan:
-    return cheaper(plain, tiled, lambda plan: plan, smallest=smallest)
+def chosen(
+    tiled: Callable[[], Plan],
+    plain: Callable[[], Plan],
+    chains: Callable[[], Plan] | None = None,
+    smallest: bool = False,
+) -> Plan:
+    forms = [(tiled, AS_CHEAP), (plain, DEAR), *([(chains, DEAR)] if chains is not None else [])]
+    return cheapest(forms, lambda make: make(), lambda plan: plan, smallest=smallest)
+
+
+def never() -> Plan:
+    raise AssertionError
 
 
 def test_a_tiled_form_that_costs_next_to_nothing_is_taken_unseen() -> None:
     tiled = a_plan(0.005)
-
-    def never() -> Plan:
-        raise AssertionError
-
     assert chosen(lambda: tiled, never) is tiled
 
 
@@ -71,3 +77,12 @@ def test_with_min_the_tiled_form_has_to_save_bytes() -> None:
     assert chosen(lambda: tiled, lambda: plain, smallest=True) is plain
     tiled = a_plan(0.9, peak_bytes=900)
     assert chosen(lambda: tiled, lambda: plain, smallest=True) is tiled
+
+
+def test_chains_run_in_slices_only_where_all_else_is_dear() -> None:
+    chains, cheap, dear = a_plan(0.1), a_plan(0.15), a_plan(0.3)
+    assert chosen(infeasible(110), lambda: cheap, never) is cheap
+    assert chosen(lambda: cheap, lambda: dear, never) is cheap
+    assert chosen(lambda: dear, lambda: dear, lambda: chains) is chains
+    assert chosen(lambda: dear, lambda: dear, lambda: a_plan(0.4)) is dear
+    assert chosen(infeasible(110), infeasible(110), lambda: chains) is chains

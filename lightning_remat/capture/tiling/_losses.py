@@ -63,18 +63,26 @@ def loss_of_rows(
     Returns:
         The loss, and the total weight.
     """
-    counts = target != ignore_index
-    classes = torch.where(counts, target, 0).unsqueeze(1)
-    picked = torch.empty(len(target), 1, dtype=dtype, device=logits.device)
+    own = torch.empty(len(target), 1, dtype=dtype, device=logits.device)
     room = _room(logits, box, dtype)
     for begin, rows in _slices(logits, box, dtype):
         end = begin + len(rows)
         normalized = _log_softmax(rows, box, _as_it_would_lie(rows, begin, room))
-        torch.gather(normalized, 1, classes[begin:end], out=picked[begin:end])
+        own[begin:end] = picked(normalized, target[begin:end], ignore_index)
     found: tuple[torch.Tensor, torch.Tensor] = aten.nll_loss_forward.default(
-        picked, torch.where(counts, 0, IGNORED), None, reduction, IGNORED
+        own, counted(target, ignore_index), None, reduction, IGNORED
     )
     return found
+
+
+def picked(normalized: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Of the classes' values (N, V, ...), those of the targets (N, ...): as values of one class, (N, 1, ...)."""
+    return normalized.gather(1, torch.where(target != ignore_index, target, 0).unsqueeze(1))
+
+
+def counted(target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Targets for what is `picked`: its only class, or `IGNORED`."""
+    return torch.where(target != ignore_index, 0, IGNORED)
 
 
 def gradient_of_rows(
@@ -177,6 +185,30 @@ def tile_losses(graph: torch.fx.Graph) -> bool:
     for loss in found:
         loss.tile(graph)
     return bool(found)
+
+
+def pick_targets(graph: torch.fx.Graph) -> None:
+    """Have losses over classes computed from what the targets are given, which no op needs all classes for.
+
+    The sum is over the same numbers in the same order. (With weights it is not: they are looked up by class.)
+    """
+    for target in (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default):
+        for node in graph.find_nodes(op="call_function", target=target):
+            normalized, classes, weight, reduction, ignore_index = node.args
+            if weight is not None:
+                continue
+            meta = {key: value for key, value in node.meta.items() if key not in ("val", "tensor_meta")}
+            value = normalized.meta["val"]
+            made = (
+                (picked, (normalized, classes, ignore_index), value.new_empty((value.shape[0], 1, *value.shape[2:]))),
+                (counted, (classes, ignore_index), torch.empty_like(classes.meta["val"])),
+            )
+            args = []
+            for function, given, value in made:
+                with graph.inserting_before(node):
+                    args.append(graph.call_function(function, given))
+                args[-1].meta = {**meta, "val": value}
+            node.args = (*args, None, reduction, IGNORED)
 
 
 @dataclasses.dataclass(frozen=True)
