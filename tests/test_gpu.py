@@ -21,8 +21,8 @@ from lightning_remat.allocator import AllocatorSettings, Arrangement, CachingAll
 from lightning_remat.budget import device_bytes, device_total_bytes
 from lightning_remat.callbacks import RematBatchSizeFinder, RematCallback
 from lightning_remat.capture._ops import cudnn_batch_norm
-from lightning_remat.capture.tiling._losses import gradient_of_rows, loss_of_rows
 from lightning_remat.capture._torch import allocator_settings
+from lightning_remat.capture.tiling._losses import gradient_of_rows, loss_of_rows
 from lightning_remat.exactness._bits import digest, sum_of_words
 from lightning_remat.exactness._trace import Record, eager_recorded
 from lightning_remat.measure import held_bytes, peak_memory, track_peak

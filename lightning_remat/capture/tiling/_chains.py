@@ -20,7 +20,8 @@ from lightning_remat.capture._call import TensorSpec
 from lightning_remat.capture._nodes import is_tensor, primals_and_tangents
 from lightning_remat.capture._torch import hint
 from lightning_remat.capture.tiling._losses import pick_targets
-from lightning_remat.capture.tiling._rules import in_slices, place_of, read_places
+from lightning_remat.capture.tiling._rounding import rounds_alike
+from lightning_remat.capture.tiling._rules import in_slices, is_elementwise, place_of, read_places
 from lightning_remat.capture.tiling._sliced import Chain, Grid, Place, least_bytes, seen_to_be_exact
 
 aten = torch.ops.aten
@@ -141,9 +142,9 @@ class _Region:
         computed = self._computed_again()
         again = [node for node in self.forward if node in computed]
         parts = [
-            (part, ops, sorted(_read_outside(part, inside), key=_nbytes, reverse=True))
+            (part, ops, sorted(returned, key=_nbytes, reverse=True))
             for part, ops in ((self.forward, self.forward), (self.backward, [*again, *self.backward]))
-            if part
+            if (returned := _read_outside(part, inside))
         ]
         chains = [_chain(ops, returned, self.grid) for _, ops, returned in parts]
         if not all(chain is not None and seen_to_be_exact(chain[0]) for chain in chains):
@@ -210,7 +211,8 @@ def _chain(ops: Sequence[Node], returned: Sequence[Node], grid: Grid) -> tuple[C
     once = {number for number, node in enumerate(nodes) if nodes.count(node) == 1}
     overwritable = frozenset(number for number in once if inputs[number] == outputs[0])
     chain = Chain(torch.fx.GraphModule({}, program), grid, inputs, outputs, max(cell_bytes), overwritable)
-    return chain, nodes
+    alike = (rounds_alike(node, math.prod(grid), chain.cells) for node in ops if is_elementwise(node))
+    return (chain, nodes) if all(alike) else None
 
 
 def _same_cells(one: Place, other: Place, grid: Grid) -> bool:

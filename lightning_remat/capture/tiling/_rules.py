@@ -42,7 +42,7 @@ def read_places(node: Node, grid: Grid) -> Places | None:
     """Where what an op reads has the cells, if the op may run slice by slice and returns a tensor that has them."""
     if node.op != "call_function" or not is_tensor(node):
         return None
-    rule = _RULES.get(node.target) or (_broadcast if _elementwise(node) else None)
+    rule = _RULES.get(node.target) or (_broadcast if is_elementwise(node) else None)
     made = place_of(node.meta["val"], grid)
     read = node.all_input_nodes
     if rule is None or made is None or not read or not all(map(is_tensor, read)):
@@ -89,7 +89,8 @@ class _Op:
         return dict.fromkeys(self.read, self.made) if alike else None
 
 
-def _elementwise(node: Node) -> bool:
+def is_elementwise(node: Node) -> bool:
+    """Whether each element of the result is computed from one element of each input, in a slice as in the whole."""
     if node.target in (aten.clone.default, aten._to_copy.default):
         value, made = node.all_input_nodes[0].meta["val"], node.meta["val"]
         return bool(value.device == made.device) and not node.kwargs.get("pin_memory")

@@ -86,10 +86,18 @@ class Chain:
     cell_bytes: int
     overwritable: frozenset[int] = frozenset()
 
+    @property
+    def cells(self) -> set[int]:
+        """How many cells slices have."""
+        return {math.prod(stop - start for start, stop in box) for box in self.boxes()}
+
     def boxes(self) -> Iterator[Box]:
         """The slices, in order."""
         least = least_bytes(self.outputs[0][0].device)
         cells = max(-(-least // self.cell_bytes), -(-math.prod(self.grid) // SLICES))
+        cells = (
+            1 << (cells - 1).bit_length()
+        )  # so that loops over a slice leave nothing over, if it can be (see `_rounding`)
         inner = len(self.grid) - 1  # the dimension along which a slice has more than one cell, and not all
         while inner and math.prod(self.grid[inner:]) <= cells:
             inner -= 1
