@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable
 
 from lightning_remat.errors import BudgetError, GraphError, InfeasibleBudgetError, RematError
@@ -68,6 +69,8 @@ class BatchSizes:
         self._sequences: tuple[OpSequence, ...] = ()
         self._searched = False
         self._graph_of: Callable[[int], ComputationGraph] = _line(small, large)
+        # What is compared with is the step as it was captured, where losses are computed in slices.
+        self._captured_of = _line(small, large, lambda plan: plan.as_captured)
 
     @staticmethod
     def plain(size: int, plan: Plan, budget_bytes: int) -> int:
@@ -129,14 +132,14 @@ class BatchSizes:
         low, high = 0, at_most + 1
         while high - low > 1:
             middle = (low + high) // 2
-            problem = Problem(self._graph_of(middle))
+            problem = Problem(self._captured_of(middle))
             fits = problem.evaluate(problem.captured).peak_bytes <= budget_bytes
             low, high = (middle, high) if fits else (low, middle)
         return low
 
     def samples_per_second(self, size: int) -> float:
         """Predicted samples per second of a step without rematerialization; 0 for a batch size of 0."""
-        seconds = self._graph_of(size).seconds if size else 0.0
+        seconds = self._captured_of(size).seconds if size else 0.0
         return size / seconds if seconds else 0.0
 
     def allows(self, plan: Plan) -> bool:
@@ -167,5 +170,9 @@ class BatchSizes:
         return (1 + self._max_overhead) * graph.seconds
 
 
-def _line(small: tuple[int, Plan], large: tuple[int, Plan]) -> Callable[[int], ComputationGraph]:
-    return functools.lru_cache(64)(linear_in_batch(small[1].graph, small[0], large[1].graph, large[0]))
+def _line(
+    small: tuple[int, Plan],
+    large: tuple[int, Plan],
+    graph: Callable[[Plan], ComputationGraph] = operator.attrgetter("graph"),
+) -> Callable[[int], ComputationGraph]:
+    return functools.lru_cache(64)(linear_in_batch(graph(small[1]), small[0], graph(large[1]), large[0]))

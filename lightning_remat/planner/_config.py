@@ -15,7 +15,7 @@ from lightning_remat.errors import ConfigError
 from lightning_remat.solvers import available, options_of
 
 ALLOCATORS = ("auto", "leave")
-TILINGS = ("exact", "off")
+TILINGS = ("exact", "losses", "off")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,8 @@ class RematConfig:
             CUDA device, where its caching allocator would otherwise reserve more, and puts its settings back afterwards;
             settings that the user has made stay. ``"leave"`` leaves it alone.
         tiling: ``"exact"`` computes losses over classes in slices of rows, with the same bits, where the step is over its
-            budget otherwise; ``"off"`` does not.
+            budget otherwise, and other chains of ops (attention that is written out) where that is dear; ``"losses"`` computes
+            losses so in any case, and nothing else; ``"off"`` leaves the step as it was captured.
 
     Raises:
         ConfigError, BudgetError: on construction, saying what was given and what is accepted.

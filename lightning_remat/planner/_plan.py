@@ -119,15 +119,16 @@ class Plan:
 
     def baseline_schedule(self) -> Schedule:
         """The schedule without rematerialization: every op of the graph as it was captured once, in the captured order."""
-        problem = Problem(self._as_captured)
+        problem = Problem(self.as_captured)
         return problem.expand(problem.captured)
 
     def baseline_timeline(self) -> Timeline:
         """The memory timeline of the step without rematerialization."""
-        return simulate(self._as_captured, self.baseline_schedule())
+        return simulate(self.as_captured, self.baseline_schedule())
 
     @property
-    def _as_captured(self) -> ComputationGraph:
+    def as_captured(self) -> ComputationGraph:
+        """The graph of the step that nothing is computed in slices of."""
         return self.graph if self.untiled is None else self.untiled
 
     def summary(self) -> str:

@@ -31,16 +31,20 @@ _Form = TypeVar("_Form")
 _Made = TypeVar("_Made")
 
 
-def forms(captured: CapturedGraph, *, smallest: bool) -> Iterator[tuple[CapturedGraph, float]]:
-    """The forms in which to plan a step that does not fit as it is, each made when it is asked for.
+def forms(captured: CapturedGraph, *, fits: bool, smallest: bool) -> Iterator[tuple[CapturedGraph, float]]:
+    """The forms in which to plan a step, each made when it is asked for.
 
     Args:
         captured: the step as it was captured.
+        fits: whether it is within the budget so: then there is no other form.
         smallest: whether the smallest peak is wanted: then it comes last.
 
     Yields:
         A form, and the share over the step without rematerialization up to which a plan is good enough to ask for no more.
     """
+    if fits:
+        yield captured, 0.0
+        return
     if smallest:
         form = captured.tiled(Tiling.CHAINS) or captured.tiled(Tiling.LOSSES)
         if form is not None:
@@ -63,7 +67,7 @@ def cheapest(
     *,
     smallest: bool,
 ) -> _Made:
-    """A plan for a step that does not fit as it is: that of the form in which it costs least.
+    """A plan for a step: that of the form in which it costs least.
 
     Args:
         forms: see the function of that name.

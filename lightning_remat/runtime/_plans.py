@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_remat.capture import CapturedGraph
+from lightning_remat.capture import CapturedGraph, Tiling
 from lightning_remat.capture import _torch as internals
 from lightning_remat.errors import InfeasibleBudgetError, ScheduleError
 from lightning_remat.graph import ComputationGraph
@@ -142,33 +142,35 @@ class Plans:
             )
             return form, problem, plan
 
-        fits, budget_bytes = self._as_it_is(captured, weights, around) if whole else (True, None)
-        if fits:
-            captured, problem, plan = planned(captured, cost_seconds)
-        else:
+        def made(form: CapturedGraph, budget_bytes: int | None = None) -> _Planned:
+            if form is captured:
+                return planned(form, cost_seconds)
+            form, more_seconds = self.planning.measured(form)
+            return planned(with_late_gradients(form), cost_seconds + more_seconds, budget_bytes)
 
-            def made(form: CapturedGraph) -> _Planned:
-                if form is captured:
-                    return planned(form, cost_seconds)
-                form, more_seconds = self.planning.measured(form)
-                return planned(with_late_gradients(form), cost_seconds + more_seconds, budget_bytes)
-
+        tiling = self._tiling(captured, whole)
+        if tiling == "exact":
+            within = around.put_around(captured, weights)
+            fits, budget_bytes = self.planning.fits(captured, within, around.held_bytes)
             smallest = budget_bytes is None
             captured, problem, plan = cheapest(
-                forms(captured, smallest=smallest), made, operator.itemgetter(2), smallest=smallest
+                forms(captured, fits=fits, smallest=smallest),
+                functools.partial(made, budget_bytes=budget_bytes),
+                operator.itemgetter(2),
+                smallest=smallest,
             )
+        else:
+            losses = captured.tiled(Tiling.LOSSES) if tiling == "losses" else None
+            captured, problem, plan = made(losses or captured)
         self.planning.allocator.arrange(plan.footprint, captured.device)
         return captured, problem, plan, around, memory
 
-    def _as_it_is(self, captured: CapturedGraph, weights: Weights, around: Surroundings) -> tuple[bool, int | None]:
-        """Whether a call's only graph is planned as it was captured, and the budget in bytes (``None`` for ``"min"``).
+    def _tiling(self, captured: CapturedGraph, whole: bool) -> str:
+        """The configured tiling, where a graph is the whole of a call, and its sizes do not vary; else ``"off"``.
 
-        It is where it fits so, and for sizes that vary: how much the plain step holds at other sizes is told by the form
-        that is planned.
+        How much the step without rematerialization holds at other sizes is told by the form that is planned.
         """
-        if self.planning.config.tiling == "off" or captured.symbols or self._call.ran:
-            return True, None
-        return self.planning.fits(captured, around.put_around(captured, weights), around.held_bytes)
+        return self.planning.config.tiling if whole and not captured.symbols and not self._call.ran else "off"
 
     def made(
         self,

@@ -34,7 +34,7 @@ def _small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 def chains(monkeypatch: pytest.MonkeyPatch) -> Callable[[Rematerialized], list[str]]:
     """Plans the form with chains, whatever it costs; called with a step, it names the ops that run in slices."""
 
-    def forms(captured: CapturedGraph, *, smallest: bool) -> Iterator[tuple[CapturedGraph, float]]:
+    def forms(captured: CapturedGraph, **_facts: bool) -> Iterator[tuple[CapturedGraph, float]]:
         form = captured.tiled(Tiling.CHAINS)
         yield captured if form is None else form, math.inf
 
