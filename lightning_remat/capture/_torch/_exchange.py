@@ -120,11 +120,11 @@ class Exchange:
         outputs: Any = modules.forward.graph.output_node().args[0]
         if number == 0:
             self._told = len(outputs)
-        for saved in outputs[modules.returned : len(outputs) - modules.sizes]:
-            saved.meta.pop("val", None)
         with real_tensors():
             mark = torch.tensor(number, device="cpu")
         version = self._versions[number] = Runner(modules.forward), Runner(modules.backward), mark
+        for saved in outputs[modules.returned : len(outputs) - modules.sizes]:
+            saved.meta.pop("val", None)
         ready = [one for one in self._versions if one in self._made_again]
         for one in ready[: max(0, len(ready) - MOST_VERSIONS)]:
             del self._versions[one]

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch._ops import OpOverload
 from torch.fx.graph import _BoxedCodeGen
 
 from lightning_remat.capture._tangents import Layout
+from lightning_remat.capture._torch._bindings import quickest
 
-_OPERATOR = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
+_OPERATOR = re.compile(r"\btorch\.ops\.(\w+\.\w+\.\w+)(?=\()")
 
 
 def boxed(module: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
@@ -26,14 +28,14 @@ def boxed(module: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     module.graph.set_codegen(codegen())
     code = module.graph.python_code("self")
     names = dict(code.globals)
+    calls = (node for node in module.graph.nodes if isinstance(node.target, OpOverload))  # one in the code for each
 
     def directly(match: re.Match[str]) -> str:
-        namespace, packet, overload = match.groups()
-        name = f"call_{namespace}_{packet}_{overload}"
-        names[name] = getattr(getattr(getattr(torch.ops, namespace), packet), overload)._op
+        node, name = next(calls), f"call_{len(names)}"
+        assert match[1] == str(node.target), f"{match[1]} is called where {node.target} was expected"
+        names[name] = quickest(node)
         return name
 
-    # An operator's own call, looked up once: a third or more of what a call costs before its kernel.
     exec(_OPERATOR.sub(directly, code.src), names)
     forward = names["forward"]
 
