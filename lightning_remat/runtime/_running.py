@@ -127,7 +127,7 @@ class Runner:
             cast = [get_gradient_edge(args[i]) for i in self._casts if args[i].requires_grad and args[i].is_leaf]
             region = internals.autocast_region(graph.captured.device.type)
             handed_out.casts = Casts(region, frozenset((edge.node, edge.output_nr) for edge in cast))
-        given = handed_out.inputs([copies.get(i, value) for i, value in enumerate(args)])
+        given = handed_out.inputs([copies.get(i, value) for i, value in enumerate(args)] if copies else args)
         if measured is not None:
             measured.begins(position, "forward")
         outputs = self._compiled(*given)

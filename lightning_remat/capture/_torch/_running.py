@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx
@@ -18,17 +18,18 @@ from torch.fx.graph import _BoxedCodeGen
 
 from lightning_remat.capture._tangents import Layout
 from lightning_remat.capture._torch._bindings import quickest
+from lightning_remat.capture._torch._views import fewer_views
 
 _OPERATOR = re.compile(r"\btorch\.ops\.(\w+\.\w+\.\w+)(?=\()")
 
 
 def boxed(module: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     """The module as a function of one list, which it clears, so that nothing outside keeps its arguments alive."""
-    codegen: Any = _BoxedCodeGen  # without types before torch 2.12
-    module.graph.set_codegen(codegen())
-    code = module.graph.python_code("self")
+    graph, codegen = fewer_views(module.graph), cast(Any, _BoxedCodeGen)  # without types before torch 2.12
+    graph.set_codegen(codegen())
+    code = graph.python_code("self")
     names = dict(code.globals)
-    calls = (node for node in module.graph.nodes if isinstance(node.target, OpOverload))  # one in the code for each
+    calls = (node for node in graph.nodes if isinstance(node.target, OpOverload))  # one in the code for each
 
     def directly(match: re.Match[str]) -> str:
         node, name = next(calls), f"call_{len(names)}"
