@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ def fewer_views(graph: torch.fx.Graph) -> torch.fx.Graph:
 
     The graph's results, and what an op writes to, stay tensors of their own. No storage is held for longer.
     """
-    own = {*graph.output_node().all_input_nodes, *itertools.chain.from_iterable(map(_written, graph.nodes))}
+    own = {*graph.output_node().all_input_nodes, *itertools.chain.from_iterable(map(written, graph.nodes))}
     copy, made, views = torch.fx.Graph(), dict[Node, Node](), dict[Any, Node]()
     for node in graph.nodes:
         if node.target not in _VIEWS:
@@ -60,7 +60,7 @@ def _view_of(source: Node, view: Node) -> Node:
     return view
 
 
-def _written(node: Node) -> Iterable[Node]:
+def written(node: Node) -> Sequence[Node]:
     """What a node writes to; of a function that is not known, all that it reads."""
     if node.op != "call_function" or node.target is operator.getitem:
         return ()
@@ -71,6 +71,12 @@ def _written(node: Node) -> Iterable[Node]:
         one.name for one in node.target._schema.arguments if one.alias_info is not None and one.alias_info.is_write
     )
     return [value for name in written if isinstance(value := given.get(name), Node)]
+
+
+def hands_back(node: Any) -> bool:
+    """Whether a node's result is what it writes to."""
+    returns = node.target._schema.returns if isinstance(getattr(node, "target", None), OpOverload) else ()
+    return any(one.alias_info is not None and one.alias_info.is_write for one in returns)
 
 
 def _layout(node: Node) -> tuple[list[int], list[int], int, torch.dtype] | None:

@@ -22,7 +22,7 @@ _TRACED_FOR_CUDNN = (aten._batch_norm_with_update_functional.default, aten.batch
 SMALL_BATCH_NORM = 8
 """A batch norm is small where its input has less than the largest one's bytes divided by this."""
 
-SMALL_BYTES = 2**15
+SMALL_BYTES = 2**16
 """So is one whose input has less than these: its kernel would take less time than the call."""
 
 
