@@ -127,7 +127,9 @@ class Runner:
             cast = [get_gradient_edge(args[i]) for i in self._casts if args[i].requires_grad and args[i].is_leaf]
             region = internals.autocast_region(graph.captured.device.type)
             handed_out.casts = Casts(region, frozenset((edge.node, edge.output_nr) for edge in cast))
-        given = handed_out.inputs([copies.get(i, value) for i, value in enumerate(args)])
+        given: Sequence[Any] = args
+        if copies or self._sums:
+            given = handed_out.inputs([copies.get(i, value) for i, value in enumerate(args)])
         if measured is not None:
             measured.begins(position, "forward")
         outputs = self._compiled(*given)
@@ -145,7 +147,8 @@ class Runner:
             call.nodes.update(internals.captured_node(one)[0] for one in outputs)
         first = plans.runs[number] == 1
         run = _Run(number, first, compare, added, handed_out, measured, position)
-        internals.on_backward((*args, *given), outputs, functools.partial(self._backward_begins, run), ports.gradients)
+        inputs = args if given is args else (*args, *given)
+        internals.on_backward(inputs, outputs, functools.partial(self._backward_begins, run), ports.gradients)
         return outputs[: len(outputs) - len(self._views)]
 
     def _plan(self, args: Sequence[Any]) -> tuple[int, Plan | SizedPlan]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -50,3 +51,16 @@ def test_a_buffer_is_assigned_to_itself(persistent: bool) -> None:
     assert sum(step.runs) == 3 and len(step.runs) == len(step.plans) and not step.failures
     assert all(plan.rematerializes for plan in step.plans)
     assert ours.state_dict().keys() == eager.state_dict().keys() and float(ours.seen) == 3
+
+
+@pytest.mark.parametrize("budget", [1.0, "min"])
+def test_a_buffer_that_is_written_in_place_is_not_copied_to_itself(budget: Any) -> None:
+    """Autograd counts what is written to a tensor."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 4), nn.BatchNorm1d(4))
+    step = rematerialize(module, budget=budget, cost_model="unit", solver="greedy")
+    counters = [one.num_batches_tracked for one in module if isinstance(one, nn.BatchNorm1d)]
+    for run in (module, step, step):
+        before = [one._version for one in counters]
+        run(torch.randn(3, 4)).sum().backward()
+        assert [one._version for one in counters] == [version + 1 for version in before]
+    assert [int(one) for one in counters] == [3, 3]

@@ -51,7 +51,8 @@ def on_backward(
             ``capture._ports``).
     """
     nodes: dict[Any, list[tuple[int, int]]] = {}
-    earlier = {captured_node(value)[0] for value in inputs}  # an output with such a node is an input, handed on
+    computed = [value for value in inputs if isinstance(value, torch.Tensor) and value.grad_fn is not None]
+    earlier = {captured_node(value)[0] for value in computed}  # an output with such a node is an input, handed on
     for position, output in enumerate(outputs):
         node, number = captured_node(output)
         if node is not None and node not in earlier:

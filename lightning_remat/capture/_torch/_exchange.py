@@ -3,6 +3,7 @@
 * ``TracingContext``'s metadata: AOTAutograd's notes on what a forward saves, which hold for its first version only, and
   on the layouts of tangents (see `Exchange`).
 * ``MemoryFormatMeta``, ``PlainTensorMeta``: its note on each tangent.
+* ``__torch_function__``: it copies what it takes for new values of inputs (see `_Written`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensor
 from lightning_remat.capture._tangents import Given
 from lightning_remat.capture._torch._fake import real_tensors
 from lightning_remat.capture._torch._running import Arrival, Modules, ObserveNode, Runner
+from lightning_remat.capture._torch._views import hands_back, written
 
 MOST_VERSIONS = 64
 """Versions of one captured graph that are kept ready to run (a megabyte or more for every few hundred operations)."""
@@ -35,6 +37,31 @@ class _Outputs(tuple[Any, ...]):
 
     def __len__(self) -> int:
         return self.told
+
+
+class _Written:
+    """Stands for an output that is an input which was written to: copied to that input, it does nothing. It is no tensor,
+    of which autograd would make a view.
+    """
+
+    @classmethod
+    def __torch_function__(cls, _function: Any, _types: Any, args: Any = (), _kwargs: Any = None) -> Any:
+        return args[0]
+
+
+_WRITTEN = _Written()
+
+
+def _inputs_among(modules: Modules) -> list[int]:
+    """By position of an output, the position of the input that it is; -1 for what is no input."""
+    places = {node: i for i, node in enumerate(modules.forward.graph.find_nodes(op="placeholder"))}
+    outputs: Any = modules.forward.graph.output_node().args[0]
+    found = []
+    for one in outputs[: modules.returned]:
+        while hands_back(one):
+            (one,) = written(one)
+        found.append(places.get(one, -1))
+    return found
 
 
 def _names(modules: Modules) -> tuple[str, ...]:
@@ -92,6 +119,8 @@ class Exchange:
         self._returned = self._sizes = self._told = -1
         self._most_saved = 0
         self._inputs_saved: list[bool] = []
+        self._inputs: list[int] = []  # of the first version (see `_inputs_among`)
+        self._written: dict[int, int] = {}  # those of them that were written to
         self._tangents: list[Any] = []  # AOTAutograd's notes on them, and the layouts that these say at first
         self._expected: list[Any] = []
         self._arrival: Arrival = frozenset()
@@ -106,7 +135,10 @@ class Exchange:
             raise ValueError(
                 f"{modules.returned} outputs and {modules.sizes} sizes are no version of {self._returned} and {self._sizes}"
             )
-        self._returned, self._sizes = modules.returned, modules.sizes
+        inputs = _inputs_among(modules)
+        if any(inputs[i] != place for i, place in self._written.items()):
+            raise ValueError("a forward that does not write over its inputs is no version of one that does")
+        self._returned, self._sizes, self._inputs = modules.returned, modules.sizes, inputs
         number, self._added = self._added, self._added + 1
         outputs: Any = modules.forward.graph.output_node().args[0]
         if again is not None:
@@ -120,11 +152,11 @@ class Exchange:
         outputs: Any = modules.forward.graph.output_node().args[0]
         if number == 0:
             self._told = len(outputs)
-        for saved in outputs[modules.returned : len(outputs) - modules.sizes]:
-            saved.meta.pop("val", None)
         with real_tensors():
             mark = torch.tensor(number, device="cpu")
         version = self._versions[number] = Runner(modules.forward), Runner(modules.backward), mark
+        for saved in outputs[modules.returned : len(outputs) - modules.sizes]:
+            saved.meta.pop("val", None)
         ready = [one for one in self._versions if one in self._made_again]
         for one in ready[: max(0, len(ready) - MOST_VERSIONS)]:
             del self._versions[one]
@@ -155,6 +187,10 @@ class Exchange:
         if all(isinstance(note, PlainTensorMeta) for note in metadata.subclass_tangent_meta):
             self._tangents = list(metadata.subclass_tangent_meta)
             self._expected = [note.memory_format for note in self._tangents]
+        if all(isinstance(note, PlainTensorMeta) for note in metadata.subclass_inp_meta):
+            new = enumerate(metadata.mutated_inp_runtime_indices)
+            data_alone = [note.mutates_data and not note.mutates_metadata for note in metadata.input_info]
+            self._written = {i: place for i, place in new if self._inputs[i] == place and data_alone[place]}
 
     def _note_inputs(self) -> None:
         self._inputs_saved[:] = [False] * self._most_saved
@@ -195,7 +231,8 @@ class Exchange:
         """Run the current version's forward."""
         run, _, number = self._version(self.current)
         outputs = run(args, self.observe)
-        given = _Outputs((*outputs[: self._returned], number, *outputs[self._returned :]))
+        returned = [_WRITTEN if i in self._written else one for i, one in enumerate(outputs[: self._returned])]
+        given = _Outputs((*returned, number, *outputs[self._returned :]))
         given.told = self._told
         return given
 

@@ -9,31 +9,34 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.fx
+from torch._ops import OpOverload
 from torch.fx.graph import _BoxedCodeGen
 
 from lightning_remat.capture._tangents import Layout
+from lightning_remat.capture._torch._bindings import quickest
+from lightning_remat.capture._torch._views import fewer_views
 
-_OPERATOR = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
+_OPERATOR = re.compile(r"\btorch\.ops\.(\w+\.\w+\.\w+)(?=\()")
 
 
 def boxed(module: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     """The module as a function of one list, which it clears, so that nothing outside keeps its arguments alive."""
-    codegen: Any = _BoxedCodeGen  # without types before torch 2.12
-    module.graph.set_codegen(codegen())
-    code = module.graph.python_code("self")
+    graph, codegen = fewer_views(module.graph), cast(Any, _BoxedCodeGen)  # without types before torch 2.12
+    graph.set_codegen(codegen())
+    code = graph.python_code("self")
     names = dict(code.globals)
+    calls = (node for node in graph.nodes if isinstance(node.target, OpOverload))  # one in the code for each
 
     def directly(match: re.Match[str]) -> str:
-        namespace, packet, overload = match.groups()
-        name = f"call_{namespace}_{packet}_{overload}"
-        names[name] = getattr(getattr(getattr(torch.ops, namespace), packet), overload)._op
+        node, name = next(calls), f"call_{len(names)}"
+        assert match[1] == str(node.target), f"{match[1]} is called where {node.target} was expected"
+        names[name] = quickest(node)
         return name
 
-    # An operator's own call, looked up once: a third or more of what a call costs before its kernel.
     exec(_OPERATOR.sub(directly, code.src), names)
     forward = names["forward"]
 

@@ -66,6 +66,7 @@ def _available(device: torch.device) -> bool:
     return device.type == "cpu" and sys.platform != "win32"
 
 
+@functools.lru_cache(maxsize=1024)
 def stand_in(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A tensor of zeros on the CPU that takes no memory: its pages are read-only, and have never been written."""
     span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if math.prod(shape) else 0
