@@ -71,7 +71,9 @@ def test_what_lies_beside_the_ops_is_replaced_alone() -> None:
     assert made == dataclasses.replace(graph, **beside) != graph and hash(made) != hash(graph)  # type: ignore[arg-type]
     assert (graph.floor_bytes, graph.resident_bytes) == (floor, 0) and made.floor_bytes > floor
     assert made.producer is producer
-    assert graph.replace(ops=tuple(dataclasses.replace(op, seconds=9.0) for op in graph.ops)).seconds == 9 * len(graph.ops)
+    assert graph.replace(ops=tuple(dataclasses.replace(op, seconds=9.0) for op in graph.ops)).seconds == 9 * len(
+        graph.ops
+    )
 
 
 def test_costs_are_one_an_op() -> None:
