@@ -20,7 +20,14 @@ import torch
 import torch.fx
 from torch.fx import Node
 
-from lightning_remat.capture._torch import OpOverload, argument_of, overwritten, runs_in_forward, sources_of_gradients
+from lightning_remat.capture._torch import (
+    OpOverload,
+    argument_of,
+    overwritten,
+    runs_in_forward,
+    sources_of_gradients,
+    unwritten,
+)
 from lightning_remat.capture.packed._joint import AddedElsewhereError, is_layers_gradient
 from lightning_remat.errors import CaptureError
 
@@ -123,7 +130,7 @@ def opened(backward: torch.fx.GraphModule, sums: Sums) -> torch.fx.GraphModule:
     graph.output(tuple(outputs))
     for node in taken_apart:
         graph.erase_node(node)
-    return torch.fx.GraphModule(backward, graph)
+    return unwritten(backward, graph)
 
 
 class _Memory:

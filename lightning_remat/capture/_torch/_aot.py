@@ -33,7 +33,7 @@ from lightning_remat.capture._torch._exchange import Exchange
 from lightning_remat.capture._torch._fake import real_layouts, spaced_results
 from lightning_remat.capture._torch._floats import floats_stay
 from lightning_remat.capture._torch._loggers import unprinted
-from lightning_remat.capture._torch._running import Modules, boxed
+from lightning_remat.capture._torch._running import Modules, boxed, unwritten
 from lightning_remat.capture._torch._tracing import tracing
 
 Partition = Callable[..., Modules]
@@ -204,7 +204,7 @@ def _with_gradients_alone(backward: torch.fx.GraphModule, summands: int) -> torc
     graph = torch.fx.Graph()
     outputs: Any = graph.graph_copy(backward.graph, {})
     graph.output(tuple(outputs[: len(outputs) - summands]))
-    return torch.fx.GraphModule(backward, graph)
+    return unwritten(backward, graph)
 
 
 @contextlib.contextmanager
