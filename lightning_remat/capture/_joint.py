@@ -12,9 +12,9 @@ import torch.fx
 
 from lightning_remat._blocks import block_bytes
 from lightning_remat.capture import _effects, _ops, _overwriting, _scatters
-from lightning_remat.capture._call import OpCall, TensorSpec, same_device
+from lightning_remat.capture._call import OpCall, same_device
 from lightning_remat.capture._captured_graph import CapturedGraph
-from lightning_remat.capture._node_calls import NodeCalls
+from lightning_remat.capture._node_calls import NodeCalls, Specs
 from lightning_remat.capture._nodes import (
     copy_of,
     gradient_arguments,
@@ -151,21 +151,25 @@ class _Reader:
         self.given_storages: set[int] = set()
         self.updated = _updated_in_place(module.graph, forward_outputs)
         self.sizes, self.symbols = sizes, symbols
+        self.specs = Specs(sizes)
         # Sizes at which nothing is equal by chance: what holds at them as well holds at all.
         self.any_sizes = unlike_any(symbols)
+        self.specs_anywhere = Specs(self.any_sizes) if symbols else self.specs
         self.symbols_seen: set[Symbol] = set()
-        self.calls = NodeCalls(sizes)
+        self.calls = NodeCalls(sizes, self.specs)
 
     def tensor(
         self, node: Node | None, value: torch.Tensor, name: str, *, on: int | None = None, role: TensorRole
     ) -> int:
         if value.layout is not torch.strided:
             raise CaptureError(f"{name} has the layout {value.layout}: only strided tensors can be scheduled")
-        spec = TensorSpec.of(value, self._size)
+        spec = self.specs.of(value)
+        if self.symbols:
+            self.symbols_seen.update(*map(symbols_of, (*value.shape, *value.stride())))
         if on is None:
             on = len(self.storages)
             self.storages.append(spec.nbytes)
-            self.storages_anywhere.append(TensorSpec.of(value, self.any_sizes).nbytes)
+            self.storages_anywhere.append(self.specs_anywhere.of(value).nbytes)
             self.storage_devices.append(spec.device)
         self.tensor_list.append(Tensor(name, on, spec.shape, str(spec.dtype).removeprefix("torch."), role))
         self.tensor_nodes.append(node)
@@ -179,12 +183,9 @@ class _Reader:
         storage, other = self.tensor_list[tensor].storage, self._storage_of(source)
         # Of an input the graph counts what the tensor spans; its storage may be larger.
         nbytes = source.meta["val"].untyped_storage().nbytes()
-        for storages, size in ((self.storages, self._size), (self.storages_anywhere, self.any_sizes)):
+        self.symbols_seen.update(symbols_of(nbytes))
+        for storages, size in ((self.storages, self.sizes), (self.storages_anywhere, self.any_sizes)):
             storages[storage] = max(storages[storage], storages[other], size(nbytes))
-
-    def _size(self, value: Any) -> Any:
-        self.symbols_seen.update(symbols_of(value))
-        return self.sizes(value)
 
     def read(self) -> CapturedGraph:
         inputs = []
@@ -250,7 +251,7 @@ class _Reader:
         totals: dict[torch.device, int] = {}
         for node in self.tensor_nodes:
             if node is not None:
-                spec = TensorSpec.of(node.meta["val"], self.sizes)
+                spec = self.specs.of(node.meta["val"])
                 totals[spec.device] = totals.get(spec.device, 0) + spec.nbytes
         return max(totals, key=lambda device: totals[device]) if totals else torch.device("cpu")
 
@@ -339,9 +340,7 @@ class _Reader:
         if not isinstance(value, torch.Tensor) or not outputs or made in self.handed_out:
             return ()
         sources = [n for n in node.all_input_nodes if n in self.node_tensor]
-        if _overwriting.reads_rows(node.target) and not all(
-            TensorSpec.of(n.meta["val"], self.sizes).contiguous for n in sources
-        ):
+        if _overwriting.reads_rows(node.target) and not all(self.specs.of(n.meta["val"]).contiguous for n in sources):
             return ()
         read = [self.tensor_list[self.node_tensor[n]].storage for n in sources]
         found: dict[int, None] = {}
@@ -359,9 +358,9 @@ class _Reader:
 
     def _alike(self, made: torch.Tensor, given: torch.Tensor, storage: int) -> bool:
         """Whether both have the same shape and strides, and fill the storage without gaps, at these sizes and any."""
-        for sizes, storages in ((self.sizes, self.storages), (self.any_sizes, self.storages_anywhere)):
-            spec = TensorSpec.of(made, sizes)
-            if not (spec.whole and storages[storage] == spec.nbytes and TensorSpec.of(given, sizes) == spec):
+        for specs, storages in ((self.specs, self.storages), (self.specs_anywhere, self.storages_anywhere)):
+            spec = specs.of(made)
+            if not (spec.whole and storages[storage] == spec.nbytes and specs.of(given) == spec):
                 return False
         return True
 

@@ -17,11 +17,27 @@ from lightning_remat.capture.rewritings._unread import stand_in
 Node = torch.fx.Node
 
 
-class NodeCalls:
-    """The calls of one graph's ops at given sizes, each made once."""
+class Specs:
+    """The specs of one graph's tensors at given sizes, each made once, and one for all that are alike."""
 
     def __init__(self, sizes: Sizes) -> None:
         self._sizes = sizes
+        self._found: dict[int, tuple[torch.Tensor, TensorSpec]] = {}
+        self._alike: dict[TensorSpec, TensorSpec] = {}
+
+    def of(self, tensor: torch.Tensor) -> TensorSpec:
+        """The spec of a real or fake tensor."""
+        if id(tensor) not in self._found:
+            spec = TensorSpec.of(tensor, self._sizes)
+            self._found[id(tensor)] = tensor, self._alike.setdefault(spec, spec)
+        return self._found[id(tensor)][1]
+
+
+class NodeCalls:
+    """The calls of one graph's ops at given sizes, each made once."""
+
+    def __init__(self, sizes: Sizes, specs: Specs) -> None:
+        self._sizes, self._specs = sizes, specs
         self._found: dict[Node, OpCall] = {}
 
     def of(self, node: Node) -> OpCall:
@@ -35,7 +51,7 @@ class NodeCalls:
                 found = value.meta.get("val")
                 if isinstance(found, torch.Tensor):
                     read.append(value)
-                    return TensorSpec.of(found, self._sizes)
+                    return self._specs.of(found)
                 return self._sizes(found)
             if isinstance(value, (tuple, list)):
                 return tuple(plain(v) for v in value) if isinstance(value, tuple) else [plain(v) for v in value]
@@ -45,7 +61,7 @@ class NodeCalls:
 
         value = node.meta["val"]
         values = value if isinstance(value, (tuple, list)) else (value,)
-        outputs = tuple(TensorSpec.of(v, self._sizes) for v in values if isinstance(v, torch.Tensor))
+        outputs = tuple(self._specs.of(v) for v in values if isinstance(v, torch.Tensor))
         target: Callable[..., Any] = node.target  # type: ignore[assignment]
         args, kwargs = plain(tuple(node.args)), plain(dict(node.kwargs))
         call = self._found[node] = OpCall(target, args, kwargs, outputs, self._sources(read))

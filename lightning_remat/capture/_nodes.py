@@ -75,7 +75,7 @@ def copy_of(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     graph, nodes = torch.fx.Graph(), dict[Node, Node]()
     output = graph.output(graph.graph_copy(module.graph, nodes))
     output.meta = dict(module.graph.output_node().meta)
-    return torch.fx.GraphModule(module, graph)
+    return internals.unwritten(module, graph)
 
 
 _ROOT = re.compile(r"^L\['[^']*'\]\.?|^L__self___?")

@@ -20,7 +20,14 @@ import torch
 import torch.fx
 from torch.fx import Node
 
-from lightning_remat.capture._torch import OpOverload, argument_of, overwritten, runs_in_forward, sources_of_gradients
+from lightning_remat.capture._torch import (
+    OpOverload,
+    argument_of,
+    overwritten,
+    runs_in_forward,
+    sources_of_gradients,
+    unwritten,
+)
 from lightning_remat.capture.packed._joint import AddedElsewhereError, is_layers_gradient
 from lightning_remat.errors import CaptureError
 
@@ -43,8 +50,9 @@ def split_sums(graph: torch.fx.Graph, num_fwd_outputs: int) -> Sums:
     outputs = list(output.args[0])  # type: ignore[arg-type]
     descriptions = list(output.meta.get("desc") or [])
     found: dict[int, tuple[int, ...]] = {}
+    forward = _forward_ops(graph)
     for index, argument, primal in list(_gradients(graph, num_fwd_outputs)):
-        first, *others = _summands(outputs[index], primal)[0]
+        first, *others = _summands(outputs[index], primal, forward)[0]
         if others:
             outputs[index] = first
             positions = range(len(outputs) - num_fwd_outputs, len(outputs) - num_fwd_outputs + len(others))
@@ -68,9 +76,10 @@ def mark_sums(graph: torch.fx.Graph, num_fwd_outputs: int) -> Sums:
     outputs: Any = graph.output_node().args[0]
     position = len(outputs) - num_fwd_outputs
     found: dict[int, tuple[int, ...]] = {}
+    forward = _forward_ops(graph)
     for index, argument, primal in _gradients(graph, num_fwd_outputs):
         try:
-            _, sums = _summands(outputs[index], primal)
+            _, sums = _summands(outputs[index], primal, forward)
         except CaptureError:
             found[argument] = (index - num_fwd_outputs,)
             continue
@@ -121,7 +130,7 @@ def opened(backward: torch.fx.GraphModule, sums: Sums) -> torch.fx.GraphModule:
     graph.output(tuple(outputs))
     for node in taken_apart:
         graph.erase_node(node)
-    return torch.fx.GraphModule(backward, graph)
+    return unwritten(backward, graph)
 
 
 class _Memory:
@@ -197,7 +206,19 @@ def refuse_written_views(graph: torch.fx.Graph, num_fwd_outputs: int, views: fro
         )
 
 
-def _summands(gradient: Node, primal: Node) -> tuple[list[Node], list[Node]]:
+_ForwardOps = Mapping[Any, Sequence[Node]]
+"""The ops of a joint graph's forward, by autograd's number for them."""
+
+
+def _forward_ops(graph: torch.fx.Graph) -> _ForwardOps:
+    found: dict[Any, list[Node]] = {}
+    for node in graph.nodes:
+        if runs_in_forward(node):
+            found.setdefault(node.meta.get("seq_nr"), []).append(node)
+    return found
+
+
+def _summands(gradient: Node, primal: Node, forward: _ForwardOps) -> tuple[list[Node], list[Node]]:
     """The summands that autograd adds up at ``primal``, in its order, and the nodes that add the second, the third, ...
 
     Where an op that reads ``primal`` passes on the gradient of its result as it is (an addition does), that gradient
@@ -217,10 +238,10 @@ def _summands(gradient: Node, primal: Node) -> tuple[list[Node], list[Node]]:
             "weights too: their gradients would be added in another order than in eager mode"
         )
     uses = {node for node in primal.users if runs_in_forward(node)}
-    first = _handed_on_by(chain[0], primal, uses)
+    first = _handed_on_by(chain[0], uses, forward)
     together = 1
-    while together < len(chain) and first & _handed_on_by(chain[together], primal, uses):
-        if len(first | _handed_on_by(chain[together], primal, uses)) > 1:
+    while together < len(chain) and first & _handed_on_by(chain[together], uses, forward):
+        if len(first | _handed_on_by(chain[together], uses, forward)) > 1:
             raise CaptureError(
                 f"the gradients of {primal.name} that are added up in this part of the step, and those of later parts, would "
                 "be added in another order than in eager mode"
@@ -229,10 +250,9 @@ def _summands(gradient: Node, primal: Node) -> tuple[list[Node], list[Node]]:
     return [sums[together - 1], *chain[together:]], sums[together:]
 
 
-def _handed_on_by(summand: Node, primal: Node, uses: Collection[Node]) -> set[Node]:
-    """The ops that read ``primal`` and passed a summand on as it is; none, where the backward of such an op made it."""
-    number = summand.meta.get("seq_nr")
-    left = [node for node in primal.graph.nodes if runs_in_forward(node) and node.meta.get("seq_nr") == number]
+def _handed_on_by(summand: Node, uses: Collection[Node], forward: _ForwardOps) -> set[Node]:
+    """The ops among ``uses`` that passed a summand on as it is; none, where the backward of such an op made it."""
+    left = list(forward.get(summand.meta.get("seq_nr"), ()))
     if any(node in uses for node in left):
         return set()
     found, seen = set(), set(left)

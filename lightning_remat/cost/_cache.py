@@ -32,10 +32,10 @@ MOST_FILES = 50
 class CostCache:
     """One JSON file for each device model, torch version and set of kernel-choosing settings (see `fingerprint`).
 
-    Only ATen ops are kept, since only their code is given by torch's version. Nothing that goes wrong with the disk
-    raises: a corrupt file is ignored with a warning and written anew, a directory that cannot be written is warned of
-    once. Writers may run at the same time: each adds to what it finds and replaces the file in one step, so a reader
-    always sees a whole file, and of two writers at the same moment the last wins.
+    ATen ops are kept, whose code is given by torch's version, and this package's own functions, by its version. Nothing that
+    goes wrong with the disk raises: a corrupt file is ignored with a warning and written anew, a directory that cannot be
+    written is warned of once. Writers may run at the same time: each adds to what it finds and replaces the file in one step,
+    so a reader always sees a whole file, and of two writers at the same moment the last wins.
 
     Args:
         directory: where the files lie; by default `cache_directory`.
@@ -92,8 +92,13 @@ class CostCache:
 
 
 def _is_lasting(call: OpCall) -> bool:
-    """Whether the key means the same in another process: ATen ops only, and no object's address among their arguments."""
-    return all(aten_name(one) and " at 0x" not in one.key for one in (call, *call.producers()))
+    """Whether the key means the same in another process: of known functions only, and no object's address among arguments."""
+    return all((aten_name(one) or _is_own(one)) and " at 0x" not in one.key for one in (call, *call.producers()))
+
+
+def _is_own(call: OpCall) -> bool:
+    """Whether it calls a function of this package, such as the two that dropout is split into."""
+    return str(getattr(call.target, "__module__", "")).startswith(f"{__package__.partition('.')[0]}.")
 
 
 def _parse(data: Any) -> dict[str, OpCost]:

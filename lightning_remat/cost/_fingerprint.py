@@ -1,4 +1,4 @@
-"""What measured costs depend on besides the operation: the device's model, torch's version, and settings of kernels."""
+"""What measured costs depend on besides the operation: the device's model, versions, and settings of kernels."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import platform
 from pathlib import Path
 
 import torch
+
+from lightning_remat._version import __version__
 
 _GENERAL = (
     "are_deterministic_algorithms_enabled",
@@ -64,7 +66,7 @@ _CPU_ENVIRONMENT = (
 
 
 def fingerprint(device: torch.device) -> dict[str, str]:
-    """The device's model, torch's version and the settings that choose between kernels, by name.
+    """The device's model, torch's version, this package's, and the settings that choose between kernels, by name.
 
     Which attention is dispatched (``torch.backends.cuda.enable_flash_sdp`` and its like) is not among them: what is captured
     and measured is the kernel that it came to.
@@ -75,6 +77,7 @@ def fingerprint(device: torch.device) -> dict[str, str]:
     return {
         "device": torch.cuda.get_device_name(device) if on_cuda else cpu_name(),
         "torch": str(torch.__version__),
+        "lightning_remat": __version__,
         **{path: _setting(path) for path in settings},
         **{name: os.environ.get(name, "") for name in variables},
     }

@@ -13,6 +13,7 @@ Memory that the schedule cannot change is told apart by when it is held:
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping
@@ -133,8 +134,13 @@ class ComputationGraph:
         return sum(op.seconds for op in self.ops)
 
     def replace(self, **changes: Any) -> ComputationGraph:
-        """A copy with fields replaced (checked again)."""
-        return dataclasses.replace(self, **changes)
+        """A copy with fields replaced. It is checked again; what is checked and derived of the ops alone holds for it too."""
+        if not changes.keys() <= _BESIDE_OPS:
+            return dataclasses.replace(self, **changes)
+        made = copy.copy(self)
+        vars(made).update(changes)
+        _check_resident(made)
+        return made
 
     def with_costs(self, seconds: Iterable[float], workspace_bytes: Iterable[int] | None = None) -> ComputationGraph:
         """A copy with new op times in seconds and, where given, new workspaces in bytes, one an op."""
@@ -289,11 +295,19 @@ class ComputationGraph:
         return cls.from_dict(data)
 
 
-def _check(graph: ComputationGraph) -> None:
-    """Raise `GraphError` at the first broken rule."""
-    tensor_count, storage_count = len(graph.tensors), len(graph.storages)
+_BESIDE_OPS = {"resident_bytes", "forward_resident_bytes", "name", "device"}
+"""Fields on which nothing depends that is checked or derived of the others."""
+
+
+def _check_resident(graph: ComputationGraph) -> None:
     if graph.resident_bytes < 0 or graph.forward_resident_bytes < 0:
         raise GraphError("resident bytes cannot be negative")
+
+
+def _check(graph: ComputationGraph) -> None:
+    """Raise `GraphError` at the first broken rule."""
+    _check_resident(graph)
+    tensor_count, storage_count = len(graph.tensors), len(graph.storages)
     for index, nbytes in enumerate(graph.storages):
         if not isinstance(nbytes, int):
             raise GraphError(f"storage {index} has {nbytes!r} bytes: a whole number is needed")

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from lightning_remat import Rematerialized, rematerialize
+from lightning_remat.capture import _sums
 from lightning_remat.capture import _torch as internals
 from lightning_remat.capture._sums import OPENS, opened
 from lightning_remat.capture._torch import _autograd_graph
@@ -370,3 +371,19 @@ def test_what_is_written_over_later_is_copied_in_time() -> None:
             first, doubled, second = opened(backward, {0: (0, 2)})(x, y)
             assert (first.tolist(), second.tolist()) == ([1.0] * 4, [3.0] * 4)
         assert doubled.tolist() == [[2.0, 2.0], [2.0, 2.0]]
+
+
+def test_deep_networks_are_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [0]
+
+    def counted(node: torch.fx.Node) -> bool:
+        asked[0] += 1
+        return internals.runs_in_forward(node)
+
+    def times(depth: int) -> int:
+        asked[0] = 0
+        planned(nn.Sequential(*(nn.Linear(4, 4) for _ in range(depth))))(torch.randn(2, 4))
+        return asked[0]
+
+    monkeypatch.setattr(_sums, "runs_in_forward", counted)
+    assert 0 < times(16) < 6 * times(4)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch._dynamo import utils as dynamo_utils
@@ -24,8 +25,11 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.sym_node import SymNode
 
 from lightning_remat import Rematerialized, rematerialize
+from lightning_remat.capture import _torch as internals
+from lightning_remat.capture._torch._loggers import unprinted
 
 PLACES = [
+    (torch.fx.GraphModule, "print_readable"),
     (BuiltinVariable, "call_function"),
     (FakeTensorMode, "_dispatch_impl"),
     (FakeTensorMode, "dispatch"),
@@ -50,7 +54,7 @@ def state_of_torch() -> dict[str, Any]:
         "kernels": len(torch.ops.aten.matmul.default.py_kernels),
         "settings": {name: value for name, value in settings.items() if "recompile" in name or name in SETTINGS},
         "loggers": sorted(loggers),
-        "gc": gc.isenabled(),
+        "gc": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count() > 0),
         "environment": dict(os.environ),
     }
 
@@ -166,3 +170,47 @@ def test_threads_that_train_at_once() -> None:
         assert sum(step.scheduled.runs) == 8 and not step.scheduled.failures
         states = one.state_dict(), other.state_dict()
         assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize("on", [True, False], ids=["on", "off"])
+def test_the_garbage_collector_leaves_alone_what_was_made_before(on: bool) -> None:
+    gc.unfreeze()  # what the tests have frozen
+    if not on:
+        gc.disable()
+    before = gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
+    try:
+        with internals.uncollected():
+            traced: list[list[int]] = [[]]
+            assert not gc.isenabled()
+            with internals.collected():
+                assert gc.isenabled() == on
+                assert any(one is traced for one in gc.get_objects()) != on, "frozen objects are not listed"
+            assert not gc.isenabled()
+        assert (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()) == before
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
+def test_what_the_user_has_frozen_stays_so() -> None:
+    gc.freeze()
+    with internals.uncollected(), internals.collected():
+        assert gc.isenabled()
+    assert gc.get_freeze_count()
+
+
+def test_graphs_are_printed_for_those_who_ask_alone(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = logging.getLogger("torch.__trace")
+    monkeypatch.setattr(trace, "handlers", [])
+    graph = torch.fx.symbolic_trace(torch.nn.Identity())
+    shown = graph.print_readable(print_output=False)
+    assert shown
+    with unprinted():
+        assert graph.print_readable(print_output=False) == ""
+    with caplog.at_level(logging.INFO, "torch._functorch._aot_autograd"), unprinted():
+        assert graph.print_readable(print_output=False) == shown
+    trace.handlers.append(logging.NullHandler())
+    with unprinted():
+        assert graph.print_readable(print_output=False) == shown

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from lightning_remat import rematerialize
+from lightning_remat import Plan, rematerialize
+from lightning_remat.capture._ops import compact, dropout_mask, dropout_noise
 from lightning_remat.cost import CostCache, OpCost, profile
 from lightning_remat.cost._fingerprint import fingerprint
 from tests.helpers.op_calls import call, convolution, mm, spec
@@ -41,6 +43,34 @@ def test_functions_are_not_kept_on_disk(tmp_path: Path) -> None:
         cache=CostCache(tmp_path),
     )
     assert CostCache(tmp_path).load(CPU) == {}
+
+
+def test_functions_of_this_package_are_kept(tmp_path: Path) -> None:
+    """Their names mean the same in another process."""
+    mask = call(dropout_mask, (2, 3), (3, 1), 0.1, CPU, outputs=(spec(2, 3, dtype=torch.bool),))
+    dropped = call(dropout_noise, mask.outputs[0], torch.float32, 1.5, outputs=(spec(2, 3),))
+    compacted = call(compact(torch.ops.aten.mse_loss.default), spec(3), spec(3), outputs=(spec(),))
+    costs = profile([mask, dropped, compacted], CPU, cache=CostCache(tmp_path))
+    assert CostCache(tmp_path).load(CPU) == {
+        one.key: cost for one, cost in zip((mask, dropped, compacted), costs, strict=True)
+    }
+
+
+def test_a_second_run_solves_nothing_where_there_is_dropout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LIGHTNING_REMAT_CACHE", str(tmp_path))
+
+    def plan() -> Plan:
+        blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
+        step = rematerialize(nn.Sequential(*blocks), "50%", time_limit=2.0)
+        step(torch.randn(256, 64)).square().mean().backward()
+        assert step.plan is not None and step.plan.rematerializes
+        return step.plan
+
+    first = plan()
+    torch._dynamo.reset()
+    second = plan()
+    assert "kept from an earlier run" not in first.notes and "kept from an earlier run" in second.notes
+    assert second.graph == first.graph and second.schedule == first.schedule
 
 
 def test_costs_are_kept_apart_by_what_chooses_kernels(tmp_path: Path) -> None:

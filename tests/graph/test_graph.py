@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -60,6 +61,19 @@ def test_bad_graphs_are_refused(change: dict[str, object], message: str) -> None
     good = ComputationGraph((Op("x", "x", (), (0,)),), (Tensor("a", 0),), (1,))
     with pytest.raises(GraphError, match=message):
         good.replace(**change)
+
+
+def test_what_lies_beside_the_ops_is_replaced_alone() -> None:
+    graph = unit_chain(3)
+    floor, producer = graph.floor_bytes, graph.producer
+    beside = {"resident_bytes": 5, "forward_resident_bytes": 7, "name": "chain", "device": "cpu"}
+    made = graph.replace(**beside)
+    assert made == dataclasses.replace(graph, **beside) != graph and hash(made) != hash(graph)  # type: ignore[arg-type]
+    assert (graph.floor_bytes, graph.resident_bytes) == (floor, 0) and made.floor_bytes > floor
+    assert made.producer is producer
+    assert graph.replace(ops=tuple(dataclasses.replace(op, seconds=9.0) for op in graph.ops)).seconds == 9 * len(
+        graph.ops
+    )
 
 
 def test_costs_are_one_an_op() -> None:

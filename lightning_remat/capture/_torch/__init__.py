@@ -86,7 +86,7 @@ if TYPE_CHECKING or not unknown_torch():
         profiling,
         profiling_anywhere,
     )
-    from lightning_remat.capture._torch._running import Arrival, Modules, boxed
+    from lightning_remat.capture._torch._running import Arrival, Modules, boxed, unwritten
     from lightning_remat.capture._torch._symbols import computed, expression, free_symbols, hint, largest, substitute
     from lightning_remat.capture._torch._tensors import copied, tensor_leaves
     from lightning_remat.capture._torch._tracing import collected, tracing, uncollected
@@ -226,6 +226,7 @@ __all__ = [
     "uncollected",
     "unimplemented",
     "unknown_torch",
+    "unwritten",
     "varying",
     "whole_ops",
     "with_fakes",

@@ -32,7 +32,8 @@ from lightning_remat.capture._torch._descriptors import output_of
 from lightning_remat.capture._torch._exchange import Exchange
 from lightning_remat.capture._torch._fake import real_layouts, spaced_results
 from lightning_remat.capture._torch._floats import floats_stay
-from lightning_remat.capture._torch._running import Modules, boxed
+from lightning_remat.capture._torch._loggers import unprinted
+from lightning_remat.capture._torch._running import Modules, boxed, unwritten
 from lightning_remat.capture._torch._tracing import tracing
 
 Partition = Callable[..., Modules]
@@ -81,7 +82,9 @@ class Frame:
             modules = waiting[0](*args, **kwargs)
             exchange.add(modules)
             exchange.summands = modules.summands
-            return modules.forward, _with_gradients_alone(modules.backward, exchange.summands)
+            backward: Any = _with_gradients_alone(modules.backward, exchange.summands)
+            backward.__deepcopy__ = lambda _memo: backward  # AOTAutograd copies what `compiler` makes nothing of
+            return modules.forward, backward
 
         def inference(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[[list[Any]], Any]:
             return boxed(module)
@@ -157,6 +160,7 @@ class Frame:
             real_layouts(),
             spaced_results(),
             _unread_ops_stay(self._stays),
+            unprinted(),
             functorch_config.patch(settings),
             inductor_config.patch(fallback_random=True),
         ):
@@ -200,7 +204,7 @@ def _with_gradients_alone(backward: torch.fx.GraphModule, summands: int) -> torc
     graph = torch.fx.Graph()
     outputs: Any = graph.graph_copy(backward.graph, {})
     graph.output(tuple(outputs[: len(outputs) - summands]))
-    return torch.fx.GraphModule(backward, graph)
+    return unwritten(backward, graph)
 
 
 @contextlib.contextmanager

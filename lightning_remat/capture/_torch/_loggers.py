@@ -1,4 +1,4 @@
-"""Dynamo's loggers and warnings, and the calls that it takes for logging."""
+"""Dynamo's loggers and warnings, the calls that it takes for logging, and AOTAutograd's prints of its graphs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch.fx
 from torch._dynamo import utils as dynamo_utils
 
 
@@ -29,7 +30,8 @@ def silent_loggers() -> Iterator[None]:
     """Dynamo's loggers say nothing, but where the user asked for it."""
     logger = logging.getLogger("torch._dynamo")
     # torch 2.11 cannot log its own settings, and calls that an error. (To set a level costs half a millisecond a step.)
-    loggers = [] if logger.level else _dynamo_loggers(len(logger.manager.loggerDict))
+    # The second, since torch 2.14, tells of an op that raises.
+    loggers = [] if logger.level else _loggers("torch._dynamo", "torch._subclasses.fake_tensor")
     silent = [one for one in loggers if not one.level and not one.disabled]
     for one in silent:
         one.disabled = True
@@ -40,12 +42,36 @@ def silent_loggers() -> Iterator[None]:
             one.disabled = False
 
 
-@functools.lru_cache(maxsize=1)
-def _dynamo_loggers(_known: int) -> list[logging.Logger]:
-    """Dynamo's loggers; looked up again when there are more loggers than there were."""
+def _loggers(*names: str) -> Sequence[logging.Logger]:
+    """The loggers whose names begin so."""
+    return _known_loggers(names, len(logging.getLogger().manager.loggerDict))
+
+
+@functools.lru_cache(maxsize=4)
+def _known_loggers(names: tuple[str, ...], _known: int) -> Sequence[logging.Logger]:
+    """Looked up again when there are more loggers than there were."""
     loggers = logging.getLogger().manager.loggerDict.items()
-    its = ("torch._dynamo", "torch._subclasses.fake_tensor")  # the second, since torch 2.14, of an op that raises
-    return [one for name, one in loggers if name.startswith(its) and isinstance(one, logging.Logger)]
+    return [one for name, one in loggers if name.startswith(names) and isinstance(one, logging.Logger)]
+
+
+@contextlib.contextmanager
+def unprinted() -> Iterator[None]:
+    """Graphs are printed, as AOTAutograd does with each of its three, only if a log or a trace of torch's shows them.
+
+    (``TORCH_LOGS``, ``TORCH_TRACE``. AOTAutograd prints them in any case.)
+    """
+    traced = logging.getLogger(
+        "torch.__trace"
+    ).handlers  # none are left there once Dynamo has found no place to write to
+    if traced or any(one.isEnabledFor(logging.INFO) for one in _loggers("torch._functorch")):
+        yield
+        return
+    own = torch.fx.GraphModule.print_readable
+    torch.fx.GraphModule.print_readable = lambda *_args, **_kwargs: ""  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.fx.GraphModule.print_readable = own  # type: ignore[method-assign]
 
 
 def logging_calls() -> set[Any]:

@@ -1,6 +1,6 @@
 """How a lowered module runs: as a function of one list, which it clears, or node by node where someone observes it.
 
-``_BoxedCodeGen`` writes such a function's code.
+``_BoxedCodeGen`` writes such a function's code, and ``_LazyGraphModule`` none before someone asks for it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.fx
 from torch._ops import OpOverload
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import _BoxedCodeGen
 
 from lightning_remat.capture._tangents import Layout
@@ -21,6 +22,11 @@ from lightning_remat.capture._torch._bindings import quickest
 from lightning_remat.capture._torch._views import fewer_views
 
 _OPERATOR = re.compile(r"\btorch\.ops\.(\w+\.\w+\.\w+)(?=\()")
+
+
+def unwritten(root: torch.fx.GraphModule, graph: torch.fx.Graph) -> torch.fx.GraphModule:
+    """A module of a graph, with what that refers to in ``root``; its code is written when it is first run."""
+    return _LazyGraphModule(root, graph)
 
 
 def boxed(module: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:

@@ -77,6 +77,7 @@ NAMES = {
     "torch.autograd.grad_mode": "_enter_inference_mode",
     "torch.autograd.graph": "Node._sequence_nr _engine_run_backward",
     "torch.distributed.distributed_c10d": "_get_default_store",
+    "torch.fx._lazy_graph_module": "_LazyGraphModule",
     "torch.fx.experimental._config": "patch use_duck_shape",
     "torch.fx.graph": "_BoxedCodeGen",
     "torch.ops.aten": "_adaptive_avg_pool2d_backward.default _adaptive_avg_pool3d_backward.default _assert_async.msg "
