@@ -33,7 +33,7 @@ SPREADS = (0.0, 0.0, 0.3, 0.7)
 RELUCTANCES = (1.0, 8.0, 1000.0)
 """Factors of the prices of dropping evaluations that were just added: the larger, the later these are considered."""
 
-EXCHANGES = 0.6
+EXCHANGES = 0.5
 """Share of the attempts that are exchanges."""
 
 DROPS = (1, 2, 4)
