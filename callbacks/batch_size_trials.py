@@ -46,7 +46,9 @@ class Trials:
     ) -> None:
         self._trainer, self._module = trainer, module
         # In one form at all sizes: what is known of one size holds for the others.
-        self._config = dataclasses.replace(config, background=False, tiling="off" if config.tiling == "off" else "losses")
+        self._config = dataclasses.replace(
+            config, background=False, tiling="off" if config.tiling == "off" else "losses"
+        )
         self._data, self._progress = data, progress
 
     def capture(self, size: int) -> Plan | str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from bisect import bisect_left
@@ -15,7 +16,7 @@ from lightning_remat.solvers.common._eviction import lower_peak
 from lightning_remat.solvers.common._lifetimes import Lives
 from lightning_remat.solvers.common._problem import NodeSequence
 from lightning_remat.solvers.common._prune import once, required
-from lightning_remat.solvers.heuristics._large_neighbourhood_search import improve
+from lightning_remat.solvers.heuristics._large_neighbourhood_search import _exchange, improve
 from tests.helpers.graphs import joined_branches, random_graph, recomputing_sequence, unit_chain
 
 
@@ -85,6 +86,41 @@ def test_what_is_computed_again_is_shared_where_that_is_asked_for() -> None:
         return len(checked(problem, lives).nodes)
 
     assert len(once(problem).nodes) < count(100.0) <= 2 * len(problem) < count(0.0)
+
+
+@given(st.integers(0, 10_000), st.booleans())
+@settings(max_examples=100)
+def test_an_exchange_is_within_the_budget_or_is_taken_back(seed: int, overwriting: bool) -> None:
+    generator = random.Random(seed)
+    graph = random_graph(seed, 7, 7, overwriting=overwriting)
+    problem = Problem(graph)
+    lives = Lives(problem, recomputing_sequence(problem, seed))
+    for _ in range(8):
+        before = checked(problem, lives)
+        budget = problem.evaluate(before).peak_bytes
+        lives.mark()
+        if _exchange(lives, budget, 2 * lives.seconds, 2.0, generator):
+            verify(graph, problem.expand(checked(problem, lives)), budget)
+        else:
+            lives.undo()
+            assert checked(problem, lives) == before
+
+
+def test_an_exchange_holds_what_is_dear_instead_of_what_is_cheap() -> None:
+    """There is room for one of two values only, and giving the cheap one up saves the dear one."""
+    problem = Problem(unit_chain(8))
+    for node in range(problem.boundary):
+        problem.seconds[node] = 1.0 if node == 2 else 10.0
+    lives = Lives(problem, once(problem))
+    (cheap,), (dear,) = (lives.spans(problem.writes[node][0]) for node in (2, 4))
+    assert lives.seconds_again(cheap) == 1.0 and lives.seconds_again(dear) == 10.0
+    assert lives.evict([dear])
+    budget = lives.peak()
+    lives.fill(budget, time.monotonic() + 60)
+    assert lives.repeated == {4}, "no room to hold both"
+    lives.mark()
+    assert _exchange(lives, budget, math.inf, 0.0, random.Random(0))
+    assert lives.peak() <= budget and lives.repeated == {2}
 
 
 @given(st.integers(0, 10_000))

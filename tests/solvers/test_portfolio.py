@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +22,7 @@ from lightning_remat.solvers import (
     register,
     solve,
 )
+from lightning_remat.solvers.common._problem import NodeSequence
 from lightning_remat.solvers.portfolio import _auto
 from tests.helpers.brute_force import cheapest_of_any_order
 from tests.helpers.graphs import random_graph, unit_chain
@@ -156,6 +160,27 @@ def test_an_interrupt_while_improving_keeps_the_best_so_far(monkeypatch: pytest.
     monkeypatch.setattr(_auto, "EXACT_UP_TO", 0)
     solution = solve(unit_chain(24), 8, "auto")
     assert solution.schedule is not None and INTERRUPTED in solution.notes
+
+
+def test_a_known_schedule_leaves_most_of_the_time_for_improving_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = unit_chain(30)
+    known = find_smallest(graph, 2.0)
+    begun, limits = time.monotonic(), []
+
+    def nothing(method: str, problem: Problem, budget_bytes: int, deadline: float) -> Answer:
+        if method != "no_remat":
+            limits.append(deadline - begun)
+        return Answer(None, Status.INFEASIBLE)
+
+    def unchanged(problem: Problem, sequence: NodeSequence, budget: int, deadline: float, seed: int) -> Any:
+        assert deadline - begun == pytest.approx(1000.0, abs=50.0)
+        return sequence, 1
+
+    monkeypatch.setattr(_auto, "run_algorithm", nothing)
+    monkeypatch.setattr(_auto, "improve", unchanged)
+    solution = solve(graph, known.peak_bytes, time_limit=1000.0, known=known, seconds=1000.0)
+    assert any(note.startswith("improved known") for note in solution.notes)
+    assert max(limits) == pytest.approx(400.0, abs=50.0)
 
 
 @pytest.mark.parametrize("method", ["auto", "no_remat"])

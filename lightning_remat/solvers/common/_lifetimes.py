@@ -344,6 +344,12 @@ class Lives:
                 self.drop(node, before)
         return True
 
+    def seconds_again(self, span: Span) -> float:
+        """Seconds of what `evict` would compute again for one span; infinity where it cannot."""
+        value, begin, end = span
+        chain = self._chain([value], end, {value: [(begin, end)]}, set())
+        return math.inf if chain is None else sum([self.problem.seconds[node] for node in chain])
+
     def _chain(
         self, values: list[int], key: float, given: dict[int, list[tuple[float, float]]], fresh: set[float]
     ) -> list[int] | None:

@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 DEFAULT = "CBC"
 
+UNPROVEN = 1e50
+"""A bound of this size is none: CBC has the largest float until it has solved its first relaxation."""
+
 GRACE_SECONDS = 10.0
 """A solver is waited for twice its time limit, and these seconds; then it is killed, and what it has found is lost."""
 
@@ -191,7 +194,8 @@ class Model:
 
     @property
     def objective_bound(self) -> float:
-        return self._plus_constant("bound")
+        bound = self._plus_constant("bound")
+        return bound if abs(bound) < UNPROVEN else math.nan
 
     def _plus_constant(self, name: str) -> float:
         value = self._answer.get(name)

@@ -57,6 +57,9 @@ IMPROVING_GAP = 0.01
 IMPROVING_SHARES = (0.6, 3.5)
 """The least and the most time for improving, as shares of ``seconds``."""
 
+IMPROVING_KNOWN = 0.6
+"""Where a schedule is known from the beginning: the share of the time that is for improving, if the gap is wide."""
+
 CLOSED_GAP = 0.001
 """Gap up to which nothing is improved any more: costs are not known more precisely than that."""
 
@@ -114,14 +117,16 @@ def auto(
         exact_seconds: the most that Checkmate's program may take here; method ``"milp"`` takes the whole time limit.
         improvements: how many of the cheapest schedules are improved in the first round; each further round has half as
             many.
-        known: a sequence within the budget, if there is one already.
+        known: a sequence within the budget, if there is one already. Other methods get less time then
+            (`IMPROVING_KNOWN`): where it comes from `find_smallest`, few of them find any schedule.
 
     Raises:
         ScheduleError: where the verifier takes none of the schedules that were found: a defect of each method.
     """
     begun, started = clock(), time.monotonic()
     span = usual_seconds(problem) if seconds is None else seconds
-    portfolio = _Portfolio(problem, budget_bytes, deadline)
+    searching = deadline if known is None else deadline - IMPROVING_KNOWN * (deadline - begun)
+    portfolio = _Portfolio(problem, budget_bytes, searching)
     if too_large := needs_more(problem, budget_bytes):
         return Answer(None, Status.INFEASIBLE, notes=(too_large,))
     if known is not None:
@@ -130,7 +135,7 @@ def auto(
         if portfolio.attempt("no_remat", deadline):
             portfolio.add("no_remat", once(problem))  # without what nothing depends on
         else:
-            until = min(deadline, begun + span)
+            until = min(searching, begun + span)
             portfolio.search(until, span, exact_up_to, exact_seconds)
             share = min(max(portfolio.gap() / IMPROVING_GAP, IMPROVING_SHARES[0]), IMPROVING_SHARES[1])
             portfolio.improve(min(deadline, max(until, clock() + share * span)), improvements)
@@ -207,9 +212,9 @@ class _Portfolio:
 
     def search(self, until: float, span: float, exact_up_to: int, exact_seconds: float) -> None:
         """Run what suits the size of the problem."""
-        size = len(self.problem)
+        size, known = len(self.problem), bool(self.found)
         self.attempt("crossing", until)
-        self.attempt("rotor", until)
+        self.attempt("rotor", 0.5 * (clock() + until) if known else until)
         if self.gap() > (CLOSED_GAP if size <= MOMENTS_UP_TO else OPEN_GAP):
             self.attempt("moments", min(self.deadline, clock() + span))
         for method in QUICK if size <= QUICK_UP_TO else ():
