@@ -17,7 +17,7 @@ import torch.fx
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.capture import _ops as ops
 from lightning_remat.capture._overwriting import overwriting
-from lightning_remat.capture._torch import Modules
+from lightning_remat.capture._torch import Modules, unwritten
 from lightning_remat.errors import ScheduleError
 from lightning_remat.graph import Op, TensorRole
 from lightning_remat.lowering._replay import random_state, replaying
@@ -351,4 +351,4 @@ class _Writer:
         self.graph.output(outputs)
         graph: Any = self.graph  # `lint` has no types before torch 2.12
         graph.lint()
-        return torch.fx.GraphModule(self.captured.module, self.graph)
+        return unwritten(self.captured.module, self.graph)
