@@ -142,3 +142,8 @@ def call_directly(graph: torch.fx.Graph) -> None:
                 item.replace_all_uses_with(call)
                 graph.erase_node(item)
         graph.erase_node(node)
+
+
+def keeps_its_place(node: Node) -> bool:
+    """Whether an op draws random numbers, or may have an effect: all such keep the captured order among each other."""
+    return node.op == "call_function" and (_ops.is_random(node.target) or has_effects(node))

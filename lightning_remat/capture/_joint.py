@@ -26,7 +26,7 @@ from lightning_remat.capture._nodes import (
     producer,
     target_name,
 )
-from lightning_remat.capture._order import execution_order, keeps_its_place
+from lightning_remat.capture._order import execution_order
 from lightning_remat.capture._sizes import Sizes, Symbol, symbols_among, symbols_of, unlike_any
 from lightning_remat.capture._torch import (
     HigherOrderOperator,
@@ -303,7 +303,7 @@ class _Reader:
                     outputs.append(self.tensor(getter, item, name, on=lies, role=TensorRole.INTERMEDIATE))
             for user in duplicates:
                 self.node_tensor[user] = self.node_tensor[items[user.args[1]]]
-        random = keeps_its_place(node)
+        random = _effects.keeps_its_place(node)
         made = sum(self.storages_anywhere[s] for s in {self.tensor_list[t].storage for t in outputs})
         # To draw again takes the generator's state from the first time: not worth it for a small result.
         not_worth_it = random and made < WORTH_DRAWING_AGAIN

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from lightning_remat.capture import _effects, _ops
+from lightning_remat.capture import _effects
 from lightning_remat.capture._nodes import module_path, producer
 from lightning_remat.capture.rewritings._unread import stand_in
 from lightning_remat.errors import CaptureError
@@ -33,7 +33,7 @@ def execution_order(
     """
     needed: set[Node] = set()
     stack = [n for n in (*forward_outputs, *backward_outputs) if isinstance(n, Node)]
-    in_order = [n for n in graph.nodes if keeps_its_place(n)]
+    in_order = [n for n in graph.nodes if _effects.keeps_its_place(n)]
     stack += in_order
     later = _effects.run_in_backward(graph)
     forward_needs: set[Node] = set()
@@ -62,7 +62,7 @@ def execution_order(
     order = [(n, Phase.LOSS if i > last_module else Phase.FORWARD) for i, n in enumerate(forward)]
     placed = set(forward)
     for driver in body:
-        if driver not in depends and not keeps_its_place(driver):
+        if driver not in depends and not _effects.keeps_its_place(driver):
             continue
         stack = [driver]
         while stack:
@@ -93,8 +93,3 @@ def _computes(node: Node) -> bool:
     """
     made = isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)) or _effects.has_effects(node)
     return made and node.target not in (operator.getitem, stand_in)
-
-
-def keeps_its_place(node: Node) -> bool:
-    """Whether an op draws random numbers, or may have an effect: all such keep the captured order among each other."""
-    return node.op == "call_function" and (_ops.is_random(node.target) or _effects.has_effects(node))

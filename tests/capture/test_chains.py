@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from lightning_remat import Rematerialized, rematerialize
 from lightning_remat.capture import CapturedGraph, TensorSpec, Tiling
-from lightning_remat.capture.tiling import _losses, _sliced
+from lightning_remat.capture.tiling import _chains, _losses, _sliced
 from lightning_remat.capture.tiling._sliced import Chain, Place
 from lightning_remat.runtime import _plans
 
@@ -105,6 +105,19 @@ def test_what_computes_otherwise_in_slices_is_seen(monkeypatch: pytest.MonkeyPat
             node.args = (node.args[0], chain.program.graph.find_nodes(op="placeholder")[1])  # the number of cells
     chain.program.recompile()
     assert not _sliced.seen_to_be_exact(chain)
+
+
+def test_what_does_not_fit_as_a_whole_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_sliced, "_SEEN", {})
+
+    def full(_chain: Chain) -> bool:
+        raise torch.OutOfMemoryError("no memory")
+
+    chain = softmax_chain((64,), False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_sliced, "_equal", full)
+        assert not _sliced.seen_to_be_exact(chain)
+    assert _sliced.seen_to_be_exact(chain), "there may be room later"
 
 
 # -- whole steps ----------------------------------------------------------------------------------------------------------
@@ -346,3 +359,33 @@ def test_many_random_chains(part: int, chains: Callable[[Rematerialized], list[s
         torch._dynamo.reset()
         found.append(check_random_chain(seed, chains))
     assert sum(found) >= 20
+
+
+class ReadEarly(nn.Module):
+    """A result of the chain is read before the chain's second mask is drawn, and a mask is drawn in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head, self.aside = nn.Embedding(128, 16), nn.Linear(16, 128), nn.Linear(1, 128)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = functional.dropout(torch.relu(self.head(self.embed(tokens))), 0.1)
+        aside = functional.dropout(self.aside(x.mean(-1, keepdim=True)), 0.5)
+        return (functional.dropout(x * 2.0, 0.3).softmax(-1).sum(-1) + aside.sum(-1)).square().mean()
+
+
+def test_masks_are_drawn_in_order(chains: Callable[[Rematerialized], list[str]]) -> None:
+    torch.manual_seed(0)
+    assert chains(compared(ReadEarly(), torch.randint(0, 128, (128,))))
+
+
+def test_what_cannot_be_put_in_order_stays_whole() -> None:
+    """The second random op would have to come before the first."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    first = graph.call_function(aten.bernoulli.p, (x, 0.5))
+    second = graph.call_function(aten.bernoulli.p, (x, 0.5))
+    graph.output(graph.call_function(aten.add.Tensor, (first, second)))
+    assert _chains._sort(graph)
+    first.args = (second, 0.5)
+    assert not _chains._sort(graph)

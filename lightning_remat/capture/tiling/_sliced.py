@@ -155,11 +155,14 @@ def seen_to_be_exact(chain: Chain) -> bool:
     """Whether slices give the bits of the whole on example data, on this device and with as many threads as there are now.
 
     How a kernel goes about its work may depend on how much there is of it: this is promised nowhere, and tried instead, once
-    for all chains that are alike.
+    for all chains that are alike. What does not fit the device as a whole cannot be tried, and is not seen to be exact.
     """
     key = f"{chain.name} {torch.get_num_threads()}"
     if key not in _SEEN:
-        _SEEN[key] = _equal(chain)
+        try:
+            _SEEN[key] = _equal(chain)
+        except torch.OutOfMemoryError:
+            return False
     return _SEEN[key]
 
 
