@@ -19,7 +19,7 @@ DEAR = 0.2
 this share."""
 
 WORTH_IT = 0.01
-"""What a tiled form must save of the smallest peak to be taken with the budget ``"min"``, as a share."""
+"""With the budget ``"min"``, the share by which a peak may be over the smallest of all forms, where that takes less time."""
 
 _TOLD = {
     Tiling.LOSSES: "its losses over classes are computed in slices of rows",
@@ -31,24 +31,17 @@ _Form = TypeVar("_Form")
 _Made = TypeVar("_Made")
 
 
-def forms(captured: CapturedGraph, *, fits: bool, smallest: bool) -> Iterator[tuple[CapturedGraph, float]]:
+def forms(captured: CapturedGraph, *, fits: bool) -> Iterator[tuple[CapturedGraph, float]]:
     """The forms in which to plan a step, each made when it is asked for.
 
     Args:
         captured: the step as it was captured.
         fits: whether it is within the budget so: then there is no other form.
-        smallest: whether the smallest peak is wanted: then it comes last.
 
     Yields:
         A form, and the share over the step without rematerialization up to which a plan is good enough to ask for no more.
     """
     if fits:
-        yield captured, 0.0
-        return
-    if smallest:
-        form = captured.tiled(Tiling.CHAINS) or captured.tiled(Tiling.LOSSES)
-        if form is not None:
-            yield form, 0.0
         yield captured, 0.0
         return
     losses = captured.tiled(Tiling.LOSSES)
@@ -90,7 +83,9 @@ def cheapest(
     if not found:
         raise min(errors, key=lambda error: error.smallest_bytes)
     if smallest:
-        return min(found, key=lambda made: plan(made).predicted_peak_bytes * (1 + WORTH_IT * (made is not found[-1])))
+        least = min(plan(made).predicted_peak_bytes for made in found)
+        found = [made for made in found if plan(made).predicted_peak_bytes <= (1 + WORTH_IT) * least]
+        return min(found, key=lambda made: plan(made).predicted_seconds)
     return min(found, key=lambda made: (over(plan(made)), plan(made).predicted_seconds))
 
 

@@ -154,7 +154,7 @@ class Plans:
             fits, budget_bytes = self.planning.fits(captured, within, around.held_bytes)
             smallest = budget_bytes is None
             captured, problem, plan = cheapest(
-                forms(captured, fits=fits, smallest=smallest),
+                forms(captured, fits=fits),
                 functools.partial(made, budget_bytes=budget_bytes),
                 operator.itemgetter(2),
                 smallest=smallest,

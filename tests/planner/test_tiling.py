@@ -73,10 +73,13 @@ def test_the_form_that_is_feasible_is_taken() -> None:
 
 
 def test_with_min_the_tiled_form_has_to_save_bytes() -> None:
-    tiled, plain = a_plan(0.0, peak_bytes=995), a_plan(0.5, peak_bytes=1000)
+    tiled, plain = a_plan(0.5, peak_bytes=995), a_plan(0.1, peak_bytes=1000)
     assert chosen(lambda: tiled, lambda: plain, smallest=True) is plain
-    tiled = a_plan(0.9, peak_bytes=900)
+    tiled, chains = a_plan(0.9, peak_bytes=900), a_plan(1.2, peak_bytes=899)
     assert chosen(lambda: tiled, lambda: plain, smallest=True) is tiled
+    assert chosen(lambda: tiled, lambda: plain, lambda: chains, smallest=True) is tiled
+    chains = a_plan(1.2, peak_bytes=800)
+    assert chosen(lambda: tiled, lambda: plain, lambda: chains, smallest=True) is chains
 
 
 def test_chains_run_in_slices_only_where_all_else_is_dear() -> None:

@@ -22,9 +22,6 @@ _TRACED_FOR_CUDNN = (aten._batch_norm_with_update_functional.default, aten.batch
 SMALL_BATCH_NORM = 8
 """A batch norm is small where its input has less than the largest one's bytes divided by this."""
 
-SMALL_BYTES = 2**16
-"""So is one whose input has less than these: its kernel would take less time than the call."""
-
 
 def call_cudnn(graph: torch.fx.Graph) -> None:
     """Batch norm that was traced for cuDNN's becomes that, forward and backward: torch's op would choose once more.
@@ -67,5 +64,5 @@ def give_batch_norm_memory(graph: torch.fx.Graph) -> None:
                 found[node] = x.nbytes
     largest = max(found.values(), default=0)
     for node, nbytes in found.items():
-        if nbytes >= max(SMALL_BYTES, largest / SMALL_BATCH_NORM):
+        if nbytes * SMALL_BATCH_NORM >= largest:
             node.target = _overwriting.batch_norm_backward

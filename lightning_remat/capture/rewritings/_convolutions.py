@@ -9,13 +9,7 @@ from __future__ import annotations
 import torch
 import torch.fx
 
-from lightning_remat.capture import _torch as internals
-from lightning_remat.capture._call import TensorSpec
-
 aten = torch.ops.aten
-
-SMALL_BYTES = 2**16
-"""A convolution is small where none of its input, its output and its weight has more."""
 
 
 def split_convolution_backward(graph: torch.fx.Graph) -> None:
@@ -24,7 +18,7 @@ def split_convolution_backward(graph: torch.fx.Graph) -> None:
         if node.op != "call_function" or node.target is not aten.convolution_backward.default:
             continue
         for_input, *for_weights = node.args[10]
-        if not for_input or not any(for_weights) or _is_small(node):
+        if not for_input or not any(for_weights):
             continue
         with graph.inserting_before(node):
             weights = graph.call_function(node.target, (*node.args[:10], [False, *for_weights]))
@@ -34,8 +28,3 @@ def split_convolution_backward(graph: torch.fx.Graph) -> None:
         for item in list(node.users):
             item.update_arg(0, data if item.args[1] == 0 else weights)
         graph.erase_node(node)
-
-
-def _is_small(node: torch.fx.Node) -> bool:
-    specs = (TensorSpec.of(one.meta["val"], internals.hint) for one in node.all_input_nodes[:3])
-    return all(spec.nbytes <= SMALL_BYTES for spec in specs)
