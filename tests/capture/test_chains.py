@@ -20,6 +20,7 @@ from lightning_remat.capture import CapturedGraph, TensorSpec, Tiling
 from lightning_remat.capture.tiling import _chains, _losses, _sliced
 from lightning_remat.capture.tiling._sliced import Chain, Place
 from lightning_remat.runtime import _plans
+from tests.helpers.training import seeded_losses
 
 aten = torch.ops.aten
 
@@ -178,26 +179,13 @@ class Transformer(nn.Module):
         return x.square().mean()
 
 
-def train(module: nn.Module, call: Callable[..., torch.Tensor], batch: torch.Tensor, half: bool) -> list[torch.Tensor]:
-    """Losses of three seeded steps."""
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
-    torch.manual_seed(1)
-    losses = []
-    for _ in range(3):
-        with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            loss = call(batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses
-
-
 def compared(eager: nn.Module, batch: torch.Tensor, budget: float | str = "min", half: bool = False) -> Rematerialized:
     """Train with and without a plan, and compare all bits."""
     module = copy.deepcopy(eager)
     step = rematerialize(module, budget=budget, time_limit=0.5, cost_model="flops")
-    assert all(map(same, train(module, step, batch, half), train(eager, eager, batch, half)))
+    assert all(
+        map(same, seeded_losses(module, step, batch, half, lr=0.01), seeded_losses(eager, eager, batch, half, lr=0.01))
+    )
     for (name, one), other in zip(module.named_parameters(), eager.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None
         assert same(one, other) and same(one.grad, other.grad), name

@@ -17,7 +17,7 @@ from lightning_remat import InfeasibleBudgetError, Plan, Rematerialized, remater
 from lightning_remat.capture.tiling import _losses
 from lightning_remat.capture.tiling._losses import Box, gradient_of_rows, loss_of_rows
 from lightning_remat.measure import held_bytes, peak_memory
-from tests.helpers.training import Classifier, callback, compare
+from tests.helpers.training import Classifier, callback, compare, seeded_losses
 
 aten = torch.ops.aten
 LAST = 9223372036854775807
@@ -188,21 +188,6 @@ TILED = [
 AS_IT_IS = [smoothed, weighted, with_a_penalty, against_probabilities]
 
 
-def train(module: nn.Module, call: Callable[..., torch.Tensor], batch: torch.Tensor, half: bool) -> list[torch.Tensor]:
-    """Losses of three seeded steps."""
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    torch.manual_seed(1)
-    losses = []
-    for _ in range(3):
-        with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            loss = call(batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses
-
-
 def compared(
     loss: Callable[..., torch.Tensor],
     budget: float | str,
@@ -215,7 +200,7 @@ def compared(
     eager, tokens = Head(loss).to(dtype), torch.randint(0, CLASSES, (12, 30))
     module = copy.deepcopy(eager)
     step = rematerialize(module, budget=budget, time_limit=0.5, cost_model="flops", **options)
-    assert all(map(torch.equal, train(module, step, tokens, half), train(eager, eager, tokens, half)))
+    assert all(map(torch.equal, seeded_losses(module, step, tokens, half), seeded_losses(eager, eager, tokens, half)))
     for (name, one), other in zip(module.named_parameters(), eager.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None
         assert torch.equal(one, other) and torch.equal(one.grad, other.grad), name

@@ -187,6 +187,23 @@ def compare(
     return plain, scheduled, remat
 
 
+def seeded_losses(
+    module: nn.Module, call: Callable[..., torch.Tensor], batch: torch.Tensor, half: bool, lr: float = 0.1
+) -> list[torch.Tensor]:
+    """Losses of three steps of a module, which ``call`` stands for; under bfloat16 autocast if ``half``."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(3):
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = call(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
 def assert_ran(remat: RematCallback, plans: int | None = None) -> None:
     """The callback captured everything, rematerialized, and what it captured ran."""
     assert remat.failures == (), remat.failures
