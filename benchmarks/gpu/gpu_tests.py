@@ -13,7 +13,7 @@ from benchmarks.gpu.environment import ROOT
 from benchmarks.gpu.markdown import table as markdown_table
 from benchmarks.gpu.part import FAILED, OK, SKIPPED, Case, Part, Result, Settings, result
 
-OPTIONS = ("-m", "gpu", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark")
+OPTIONS = ("-m", "gpu and not slow", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark")
 LONGEST = 4000
 """Characters kept of a failure."""
 

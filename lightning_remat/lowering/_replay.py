@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from lightning_remat.capture._torch import random_source
+
 
 def random_state(device: torch.device) -> torch.Tensor:
     """The state of the device's random number generator, a small tensor of bytes on the CPU."""
     if device.type == "cuda":
-        return torch.cuda.get_rng_state(device)
+        source = random_source()
+        return torch.cuda.get_rng_state(device) if source is None else source.state(device)
     return torch.get_rng_state()
 
 
@@ -28,14 +32,25 @@ def replaying(target: Callable[..., Any]) -> Callable[..., Any]:
     It draws with the generator in that state, and puts the generator back where it was.
     """
 
-    def replay(
-        device: torch.device, state: torch.Tensor, /, *args: Any, **kwargs: Any
-    ) -> Any:  # an op has a `device` too
-        now = random_state(device)
+    def restored(device: torch.device, state: torch.Tensor, draw: Callable[[], Any]) -> Any:
+        now = _state_of(device)
         _set_state(device, state)
         try:
-            return target(*args, **kwargs)
+            return draw()
         finally:
             _set_state(device, now)
 
+    def replay(
+        device: torch.device, state: torch.Tensor, /, *args: Any, **kwargs: Any
+    ) -> Any:  # an op has a `device` too
+        draw = functools.partial(target, *args, **kwargs)
+        source = random_source() if device.type == "cuda" else None
+        if source is not None:
+            return source.again(state, draw, functools.partial(restored, device, state, draw))
+        return restored(device, state, draw)
+
     return replay
+
+
+def _state_of(device: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

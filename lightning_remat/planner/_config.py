@@ -40,6 +40,9 @@ class RematConfig:
         tiling: ``"exact"`` computes losses over classes in slices of rows, with the same bits, where the step is over its
             budget otherwise, and other chains of ops (attention that is written out) where that is dear; ``"losses"`` computes
             losses so in any case, and nothing else; ``"off"`` leaves the step as it was captured.
+        cuda_graphs: record forward and backward of each captured graph as CUDA graphs after a few steps, and replay them: small
+            and medium steps take less time, since nothing waits for Python. What cannot be recorded runs as before. Without
+            effect on other devices.
 
     Raises:
         ConfigError, BudgetError: on construction, saying what was given and what is accepted.
@@ -58,6 +61,7 @@ class RematConfig:
     background: bool = False
     allocator: str = "auto"
     tiling: str = "exact"
+    cuda_graphs: bool = False
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
@@ -73,6 +77,8 @@ class RematConfig:
             raise ConfigError(f"margin={self.margin!r}: give the share of the device to leave unused, in [0, 1)")
         if not isinstance(self.background, bool):
             raise ConfigError(f"background={self.background!r}: give True or False")
+        if not isinstance(self.cuda_graphs, bool):
+            raise ConfigError(f"cuda_graphs={self.cuda_graphs!r}: give True or False")
         if self.allocator not in ALLOCATORS:
             raise ConfigError(f"allocator={self.allocator!r}: give one of {', '.join(map(repr, ALLOCATORS))}")
         if self.tiling not in TILINGS:

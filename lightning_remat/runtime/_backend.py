@@ -230,7 +230,9 @@ class _Handed:
             given_views=differentiable_views(inputs),
             parameters=[isinstance(value, torch.nn.Parameter) for value in inputs],
             autocast=Autocast.around(module, inputs),
-            accumulator=Accumulator(inputs) if backend.accumulates() and self._whole else None,
+            accumulator=Accumulator(inputs, backend.step.recordings.homes)
+            if backend.accumulates() and self._whole
+            else None,
             last=internals.ends_function(module, code, backend.function),
             shared=backend.shared,
         )
@@ -277,7 +279,10 @@ class _Handed:
         try:
             with internals.real_tensors(), internals.collected():
                 captured, problem, plan, around, memory = self._step.plans.first(
-                    captured, self._weights, self._whole, buffers.planned_bytes
+                    captured,
+                    self._weights,
+                    self._whole,
+                    buffers.planned_bytes + self._step.recordings.room_bytes(captured),
                 )
         except (ScheduleError, GraphError):  # a defect of this library must not end the user's step: it runs as before
             raise
@@ -311,6 +316,7 @@ class _Handed:
             accumulator=self._reading.accumulator,
             whole=self._whole,
         )
+        exchange.recorder = self._step.recordings.recorder(captured, self._reading.accumulator)
         self._step.call.captured.append(number)
         with internals.real_tensors():
             plans.tell(plans.all[number])

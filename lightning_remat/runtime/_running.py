@@ -23,6 +23,7 @@ from lightning_remat.runtime._measuring import Measuring
 from lightning_remat.runtime._paths import Paths
 from lightning_remat.runtime._plans import Plans
 from lightning_remat.runtime._reasons import Reasons
+from lightning_remat.runtime._recordings import Recordings
 from lightning_remat.runtime._sized_plans import SizedPlan
 
 
@@ -38,6 +39,7 @@ class Step:
         reasons: told why later calls run as before.
         several_backwards: whether a call may be followed by several backwards, or hold them (manual optimization).
         shared: see `ScheduledStep`; there may also be a backward for each output of a call.
+        recordings: of its graphs, where they are recorded.
     """
 
     plans: Plans
@@ -47,6 +49,7 @@ class Step:
     reasons: Reasons
     several_backwards: bool
     shared: bool
+    recordings: Recordings
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,8 @@ reason once.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import logging
 import operator
 import time
@@ -38,6 +40,7 @@ from lightning_remat.runtime._paths import Paths
 from lightning_remat.runtime._planning import Planning
 from lightning_remat.runtime._plans import Plans, fits_as_it_is
 from lightning_remat.runtime._reasons import Reasons
+from lightning_remat.runtime._recordings import Recordings
 from lightning_remat.runtime._running import Step
 
 log = logging.getLogger(__name__)
@@ -47,6 +50,11 @@ ObserveOp = Callable[[str, str, tuple[Any, ...], dict[str, Any], Callable[[], An
 
 TIGHTER = 0.8
 """Share of the bytes between the floor and the peak of a plan that ran out of memory that the next plan may take."""
+
+
+def _with_homes(around: Callable[[], Surroundings]) -> Surroundings:
+    """What is beside a recorded graph: gradients lie in memory of their own, or are copied out of the graph's."""
+    return dataclasses.replace(around(), old_gradients=True, accumulating=True)
 
 
 class ScheduledStep:
@@ -108,12 +116,13 @@ class ScheduledStep:
         self.name = name
         self.leave_alone = leave_alone
         budget = parse_budget(config.budget)
+        around = surroundings or Surroundings
         self._reasons = Reasons(name)
         self._call = Call()
         planning = Planning(
             config,
             self._reasons,
-            surroundings=surroundings or Surroundings,
+            surroundings=functools.partial(_with_homes, around) if config.cuda_graphs else around,
             progress=progress or (lambda _text: None),
             agreement=agreement,
             reserved=budget.kind is BudgetKind.AUTO if reserved is None else reserved,
@@ -124,7 +133,17 @@ class ScheduledStep:
         self._paths = Paths(self._plans, self._call, self._reasons, asked)
         self._measuring = Measuring(self._plans, self._paths, self._call, name, several_backwards)
         self._improving = Improving(self._plans, name)
-        step = Step(self._plans, self._paths, self._measuring, self._call, self._reasons, several_backwards, shared)
+        self._recordings = Recordings(config.cuda_graphs, name)
+        step = Step(
+            self._plans,
+            self._paths,
+            self._measuring,
+            self._call,
+            self._reasons,
+            several_backwards,
+            shared,
+            self._recordings,
+        )
         self._backend = Backend(function, step, accumulates, shared)
         self._captures = Captures(function, self._backend, self._call, self._reasons, dynamic_sources)
         self._checkpointed = False  # a checkpoint around the calls evaluates them again in the backward
@@ -253,7 +272,7 @@ class ScheduledStep:
         If the unchanged step fits, it runs from now on; what was captured too often is no longer captured.
         """
         shapes, numbers = self._call.shapes, self._call.captured
-        if self.leave_alone and all(fits_as_it_is(self.plans[i]) for i in numbers):
+        if self.leave_alone and not self._recordings.any and all(fits_as_it_is(self.plans[i]) for i in numbers):
             self._plans.plain[shapes] = max(numbers, key=lambda i: self.plans[i].baseline_peak_bytes)
             log.info("%s fits as it is: nothing is swapped in for these shapes", self.name or "the step")
         elif len(self._call.ran) == 1 and self.config.background and self._call.ran[0][0].sized is None:
@@ -313,6 +332,7 @@ class ScheduledStep:
     def close(self) -> None:
         """End the search in the background, and put the CUDA allocator's settings back; the plans stay."""
         self.end_measured()
+        self._recordings.forget()
         self._plans.planning.allocator.put_back()
         self._improving.close()
 

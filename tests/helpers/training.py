@@ -195,7 +195,7 @@ def seeded_losses(
     torch.manual_seed(1)
     losses = []
     for _ in range(3):
-        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        with torch.autocast(batch.device.type, torch.bfloat16, enabled=half):
             loss = call(batch)
         optimizer.zero_grad()
         loss.backward()

@@ -38,6 +38,7 @@ if TYPE_CHECKING or not unknown_torch():
         sources_of_gradients,
     )
     from lightning_remat.capture._torch._compiled import COMPILED_CALL, DISABLED, INLINED, ORIGINAL, OptimizedModule
+    from lightning_remat.capture._torch._cuda_graphs import CudaTapes, holders, random_source
     from lightning_remat.capture._torch._decompositions import calls_cudnn, whole_ops
     from lightning_remat.capture._torch._descriptors import (
         argument_of,
@@ -127,6 +128,7 @@ __all__ = [
     "AttrSource",
     "BaseListVariable",
     "BuiltinVariable",
+    "CudaTapes",
     "Exchange",
     "FakeTensor",
     "Frame",
@@ -186,6 +188,7 @@ __all__ = [
     "guard_on",
     "guard_on_gradients",
     "hint",
+    "holders",
     "in_backward",
     "is_code_of",
     "is_parameter",
@@ -205,6 +208,7 @@ __all__ = [
     "profilers_counting",
     "profiling",
     "profiling_anywhere",
+    "random_source",
     "real_layouts",
     "real_tensors",
     "recapture_reason",

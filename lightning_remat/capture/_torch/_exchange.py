@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.fx
@@ -50,6 +50,30 @@ class _Written:
 
 
 _WRITTEN = _Written()
+
+_CALLS = 1 << 20
+"""What a call's number is multiplied by beside a version's."""
+
+
+class Recorder(Protocol):
+    """Runs forwards and backwards (see `lightning_remat.runtime._recordings`).
+
+    Attributes:
+        serial: number of the call whose forward was replayed just now, 0 where it was not.
+    """
+
+    serial: int
+
+    def forward(self, version: int, run: Callable[[list[Any]], Any], args: list[Any], returned: int) -> Sequence[Any]:
+        """A forward's outputs."""
+
+    def backward(
+        self, serial: int, version: int, run: Callable[[list[Any]], Any], args: list[Any], saved: int, usual: bool
+    ) -> Sequence[Any]:
+        """What a backward returns."""
+
+    def wait_for(self, saved: torch.Tensor) -> None:
+        """The backward of the forward that was replayed just now may come as long as there is this tensor."""
 
 
 def _inputs_among(modules: Modules) -> list[int]:
@@ -98,6 +122,7 @@ class Exchange:
             counted from the end (see ``capture._ports``).
         done: called when the next backward has run.
         observe: where it is set, every op is run through it (slow).
+        recorder: where it is set, it runs forwards and backwards, and may replay recorded ones.
     """
 
     def __init__(self) -> None:
@@ -113,10 +138,11 @@ class Exchange:
         self.ported: Mapping[int, torch.Tensor] = {}
         self.done: Callable[[], None] | None = None
         self.observe: ObserveNode | None = None
+        self.recorder: Recorder | None = None
         self._versions: dict[int, _Version] = {}  # the one that ran last at the end
         self._made_again: dict[int, tuple[Callable[[], Modules], tuple[str, ...]]] = {}
         self._added = 0
-        self._returned = self._sizes = self._told = -1
+        self._returned = self._sizes = self._told = self._given = -1
         self._most_saved = 0
         self._inputs_saved: list[bool] = []
         self._inputs: list[int] = []  # of the first version (see `_inputs_among`)
@@ -152,6 +178,8 @@ class Exchange:
         outputs: Any = modules.forward.graph.output_node().args[0]
         if number == 0:
             self._told = len(outputs)
+            names = (str(node.target) for node in modules.backward.graph.find_nodes(op="placeholder"))
+            self._given = sum(name.startswith("tangents") for name in names)
         with real_tensors():
             mark = torch.tensor(number, device="cpu")
         version = self._versions[number] = Runner(modules.forward), Runner(modules.backward), mark
@@ -230,7 +258,13 @@ class Exchange:
     def forward(self, args: list[Any]) -> tuple[Any, ...]:
         """Run the current version's forward."""
         run, _, number = self._version(self.current)
-        outputs = run(args, self.observe)
+        if self.recorder is None or self.observe is not None:
+            outputs = run(args, self.observe)
+        else:
+            outputs = self.recorder.forward(self.current, run.alone, args, self._returned)
+            if self.recorder.serial:
+                number = torch.tensor(self.current + _CALLS * self.recorder.serial, device="cpu")
+                self.recorder.wait_for(number)
         returned = [_WRITTEN if i in self._written else one for i, one in enumerate(outputs[: self._returned])]
         given = _Outputs((*returned, number, *outputs[self._returned :]))
         given.told = self._told
@@ -238,9 +272,10 @@ class Exchange:
 
     def backward(self, args: list[Any]) -> Any:
         """Run the backward of the version whose forward saved ``args``."""
-        number = int(args.pop(self._sizes))
+        call, number = divmod(int(args.pop(self._sizes)), _CALLS)
         dropped, self.dropped = self.dropped, frozenset()
         ported, self.ported = self.ported, {}
+        usual = not (dropped or ported or self.summands)
         for i, tangent in ported.items():
             args[i] = tangent
         del ported
@@ -250,7 +285,12 @@ class Exchange:
             dropped = dropped.union(*(self.summed.get(i, ()) for i in dropped))
         taken, self.taken = self.taken, None
         done, self.done = self.done, None
-        found = self._backward(number)(args, self.observe)
+        run = self._backward(number)
+        if self.recorder is None or self.observe is not None:
+            found = run(args, self.observe)
+        else:
+            usual = usual and run is self._version(number)[1]
+            found = self.recorder.backward(call, number, run.alone, args, len(args) - self._given, usual)
         if dropped:
             found = tuple(None if i in dropped else one for i, one in enumerate(found))
         if summands and taken is not None:

@@ -83,6 +83,7 @@ class Runner:
 
     Attributes:
         module: the module.
+        alone: runs it, with nobody observing.
         without: for a backward: the same without some tangents (see `Exchange.unread`).
         laid_out: likewise, for tangents of other layouts (see `Exchange.arrive`).
         opened: likewise, with its sums taken apart (see `Exchange.opens`).
@@ -92,11 +93,11 @@ class Runner:
         self.without: dict[frozenset[str], Runner] = {}
         self.laid_out: dict[Arrival, Runner] = {}
         self.opened: Runner | None = None
-        self.module, self._run = module, boxed(module)
+        self.module, self.alone = module, boxed(module)
 
     def __call__(self, args: list[Any], observe: ObserveNode | None) -> Any:
         if observe is None:
-            return self._run(args)
+            return self.alone(args)
         given = tuple(args)
         args.clear()
         return _Observed(self.module, observe).run(*given)

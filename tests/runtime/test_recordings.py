@@ -1,0 +1,269 @@
+"""Recorded forwards and backwards: when they are replayed, what they share, and eager's bits in all cases."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lightning_remat import RematConfig, Rematerialized, rematerialize
+from lightning_remat.errors import ConfigError, RematWarning
+from lightning_remat.exactness._bits import same_bits
+from lightning_remat.runtime import _recordings
+from lightning_remat.runtime._recordings import WARM_UP, Recorder
+from tests.helpers import training
+from tests.helpers.tapes import FakeTape, FakeTapes
+
+UNRECORDED = WARM_UP + 1
+"""Steps before the one that is recorded."""
+
+
+@pytest.fixture(autouse=True)
+def tapes(monkeypatch: pytest.MonkeyPatch) -> list[FakeTapes]:
+    made: list[FakeTapes] = []
+
+    def make(device: torch.device) -> FakeTapes:
+        made.append(FakeTapes(device))
+        return made[-1]
+
+    monkeypatch.setitem(_recordings.TAPES, "cpu", make)
+    monkeypatch.setattr(FakeTapes, "fails", None)
+    return made
+
+
+class Net(nn.Module):
+    """Linear layers, batch norm, dropout; the loss of rows of 16 numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *itertools.chain.from_iterable(
+                (nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.2)) for _ in range(3)
+            )
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def pair(make: Callable[[], nn.Module] = Net, **options: object) -> tuple[nn.Module, nn.Module, Rematerialized]:
+    """A module, the same again, and that one's step."""
+    torch.manual_seed(0)
+    eager = make()
+    module = copy.deepcopy(eager)
+    options = {"budget": "min", "time_limit": 0.5, "cost_model": "flops", "cuda_graphs": True, **options}
+    return eager, module, rematerialize(module, **options)
+
+
+def replays(tapes: list[FakeTapes]) -> list[int]:
+    """How often each recorded run was replayed."""
+    return [tape.replays for one in tapes for tape in one.tapes]
+
+
+def batches(count: int, size: int = 8) -> list[torch.Tensor]:
+    return [torch.randn(size, 16, generator=torch.Generator().manual_seed(i)) for i in range(count)]
+
+
+def assert_same(module: nn.Module, eager: nn.Module) -> None:
+    for (name, one), other in zip(module.named_parameters(), eager.named_parameters(), strict=True):
+        right = other[1]
+        assert same_bits(one, right), name
+        assert (one.grad is None) == (right.grad is None), name
+        assert one.grad is None or right.grad is None or same_bits(one.grad, right.grad), name
+    for (name, one), other in zip(module.named_buffers(), eager.named_buffers(), strict=True):
+        assert same_bits(one, other[1]), name
+
+
+def trained(
+    module: nn.Module, call: Callable[..., torch.Tensor], data: list[torch.Tensor], none: bool = True, every: int = 1
+) -> list[torch.Tensor]:
+    """Losses of seeded training; an optimizer's step after each ``every`` of them."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    losses = []
+    for number, batch in enumerate(data):
+        loss = call(batch) * (1 + number % 3)
+        if number % every == 0:
+            optimizer.zero_grad(set_to_none=none)
+        loss.backward()
+        if number % every == every - 1:
+            optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.mark.parametrize("none", [True, False], ids=["to none", "to zero"])
+@pytest.mark.parametrize("every", [1, 3])
+def test_steps_are_replayed_with_the_bits_of_eager(tapes: list[FakeTapes], none: bool, every: int) -> None:
+    eager, module, step = pair()
+    data = batches(4 * UNRECORDED)
+    assert all(map(same_bits, trained(module, step, data, none, every), trained(eager, eager, data, none, every)))
+    assert_same(module, eager)
+    assert step.plan is not None and step.plan.rematerializes and not step.failures
+    assert min(replays(tapes)) >= UNRECORDED and len(replays(tapes)) >= 2
+
+
+def test_gradients_are_added_inside_where_a_fit_allows_it(tapes: list[FakeTapes]) -> None:
+    """Of several micro-batches, the first one's too: they have memory of their own."""
+    options = {"accumulate_grad_batches": 3, "max_epochs": 8}
+    remat = training.callback("min", cuda_graphs=True)
+    plain = training.fit(training.Classifier, **options)
+    scheduled = training.fit(training.Classifier, remat, **options)
+    training.assert_same(plain.results, scheduled.results)
+    assert not remat.failures
+    found = replays(tapes)
+    assert len(found) >= 2 and max(found) >= 4, found
+
+
+def test_what_is_still_to_be_read_is_not_written_over(tapes: list[FakeTapes]) -> None:
+    """Two forwards before their backwards, and two backwards of one forward."""
+    eager, module, step = pair()
+    data = batches(2 * UNRECORDED + 6)
+
+    def losses(module: nn.Module, call: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        found = []
+        for one, other in zip(data[::2], data[1::2], strict=True):
+            first, second = call(one), call(other)
+            (first + 2 * second).backward()
+            found += [first.detach(), second.detach()]
+        for one in data:
+            loss = call(one)
+            loss.backward(retain_graph=True)
+            second = call(one)
+            loss.backward()
+            second.backward()
+        return found
+
+    assert all(map(same_bits, losses(module, step), losses(eager, eager)))
+    assert_same(module, eager)
+    assert max(replays(tapes)) >= 1
+
+
+def test_gradients_that_are_held_are_not_written_over(tapes: list[FakeTapes]) -> None:
+    eager, module, step = pair()
+    for one, call in ((eager, eager), (module, step)):
+        torch.manual_seed(1)
+        held = []
+        for batch in batches(3 * UNRECORDED):
+            one.zero_grad()
+            call(batch).backward()
+            held.append([parameter.grad for parameter in one.parameters()])
+        if one is eager:
+            right = held
+    for gradients, others in zip(held, right, strict=True):
+        assert all(map(same_bits, gradients, others))
+
+
+def test_a_forward_without_its_backward(tapes: list[FakeTapes]) -> None:
+    eager, module, step = pair()
+    for one, call in ((eager, eager), (module, step)):
+        torch.manual_seed(1)
+        for number, batch in enumerate(batches(4 * UNRECORDED)):
+            loss = call(batch)
+            if number % 2:
+                one.zero_grad()
+                loss.backward()
+            del loss
+    assert_same(module, eager)
+    assert sum(replays(tapes)) > 0
+
+
+def test_other_shapes_are_recorded_too(tapes: list[FakeTapes]) -> None:
+    eager, module, step = pair()
+    data = [one for pair in zip(batches(3 * UNRECORDED), batches(3 * UNRECORDED, 12), strict=True) for one in pair]
+    assert all(map(same_bits, trained(module, step, data), trained(eager, eager, data)))
+    assert_same(module, eager)
+    assert len(replays(tapes)) == 4 and min(replays(tapes)) >= 3
+
+
+def test_parameters_that_move_are_followed(tapes: list[FakeTapes]) -> None:
+    """Recorded again where they lie now."""
+    eager, module, step = pair()
+    for one, call in ((eager, eager), (module, step)):
+        torch.manual_seed(1)
+        for number, batch in enumerate(batches(6 * UNRECORDED)):
+            if number == 3 * UNRECORDED:
+                for parameter in one.parameters():
+                    parameter.data = parameter.data.clone()
+            one.zero_grad()
+            call(batch).backward()
+    assert_same(module, eager)
+    assert len(replays(tapes)) == 4
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["forward", "backward"])
+def test_what_cannot_be_recorded_runs_as_before(tapes: list[FakeTapes], number: int) -> None:
+    eager, module, step = pair()
+    data = batches(2 * UNRECORDED)
+    record = FakeTapes.record
+    calls = itertools.count()
+
+    def failing(self: FakeTapes, *args: object) -> tuple[object, FakeTape]:
+        if next(calls) == number:
+            FakeTapes.fails = RuntimeError("operation not permitted when stream is capturing\nmore")
+        return record(self, *args)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FakeTapes, "record", failing)
+        with pytest.warns(RematWarning, match="without CUDA graphs: RuntimeError: operation not permitted"):
+            found = trained(module, step, data)
+    assert all(map(same_bits, found, trained(eager, eager, data)))
+    assert_same(module, eager)
+    assert not step.failures and sum(replays(tapes)) == 0
+
+
+def test_an_observed_step_is_not_replayed(tapes: list[FakeTapes]) -> None:
+    _, module, step = pair()
+    trained(module, step, batches(2 * UNRECORDED))
+    before, seen = replays(tapes), []
+    with step.scheduled.observed(lambda name, _module, _args, _kwargs, run: (seen.append(name), run())[1]):
+        trained(module, step, batches(1))
+    assert seen and replays(tapes) == before
+
+
+def test_closing_lets_go_of_what_is_recorded(tapes: list[FakeTapes]) -> None:
+    _, module, step = pair()
+    trained(module, step, batches(2 * UNRECORDED))
+    recorder = step.scheduled._plans.graphs[0].exchange.recorder
+    assert isinstance(recorder, Recorder) and recorder._recorded
+    step.close()
+    assert not recorder._recorded
+    trained(module, step, batches(2))
+
+
+def test_nothing_is_recorded_unless_asked_for(tapes: list[FakeTapes]) -> None:
+    _, module, step = pair(cuda_graphs=False)
+    trained(module, step, batches(2 * UNRECORDED))
+    assert not tapes
+
+
+def test_an_option_that_is_no_yes_or_no() -> None:
+    with pytest.raises(ConfigError, match="cuda_graphs"):
+        RematConfig(cuda_graphs="yes")  # type: ignore[arg-type]
+
+
+class Tokens(nn.Module):
+    """An embedding that is the head too, and attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner = nn.Embedding(50, 16), nn.Linear(16, 48)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.inner(self.embed(tokens)).chunk(3, -1)
+        x = functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+        return functional.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), tokens.flatten())
+
+
+def test_tokens_and_tied_weights(tapes: list[FakeTapes]) -> None:
+    eager, module, step = pair(Tokens)
+    data = [torch.randint(50, (3, 8), generator=torch.Generator().manual_seed(i)) for i in range(3 * UNRECORDED)]
+    assert all(map(same_bits, trained(module, step, data), trained(eager, eager, data)))
+    assert_same(module, eager)
+    assert min(replays(tapes)) >= 3
