@@ -71,7 +71,9 @@ class _Recorded:
 
     Attributes:
         tape: replays the forward.
+        given: its arguments.
         copied: by position of an argument that is copied, the memory that it is copied to.
+        fixed: ids of the other arguments.
         returned: what it returns to the step's caller, and
         saved: to its backward; tensors among both are read where they lie, and not owned.
         call: number of the call in which it was recorded: what that saved is owned by autograd's graph, so that the recorded
@@ -84,7 +86,9 @@ class _Recorded:
     """
 
     tape: Tape
+    given: list[Any]
     copied: dict[int, torch.Tensor]
+    fixed: frozenset[int]
     returned: list[Any]
     saved: list[Any]
     call: int = 0
@@ -236,7 +240,7 @@ class Recorder:
             args.clear()
             recorded.tape.replay(())
             self.serial = self._shared.begun(recorded)
-            return [*map(self._copy, recorded.returned), *recorded.saved]
+            return [*_copied_out(recorded.returned, recorded.fixed), *recorded.saved]
         known = _known(self._forwards, key)
         if known.runs <= WARM_UP or len(self._recorded) == MOST:
             return run(args)  # type: ignore[no-any-return]
@@ -261,9 +265,10 @@ class Recorder:
             self._leave(error)
             return run(given)  # type: ignore[no-any-return]
         kept = self._unowned(outputs, given)
-        recorded = self._recorded[key] = _Recorded(tape, copied, kept[:returned], kept[returned:])
+        fixed = frozenset(id(one) for i, one in enumerate(given) if i not in copied)
+        recorded = self._recorded[key] = _Recorded(tape, given, copied, fixed, kept[:returned], kept[returned:])
         self.serial = recorded.call = self._shared.begun(recorded)
-        return [*map(self._copy, outputs[:returned]), *outputs[returned:]]
+        return [*_copied_out(outputs[:returned], fixed), *outputs[returned:]]
 
     def _forward_key(self, version: int, args: Sequence[Any]) -> Hashable:
         """What a recorded forward has in common with a call; ``None`` for a call in which none is replayed."""
@@ -373,7 +378,7 @@ class Recorder:
         for i, one in enumerate(recorded.gradients):
             position = recorded.homes.get(i)
             if position is None:
-                found.append(self._copy(one))
+                found += _copied_out([one])
             else:
                 found.append(one.detach() if position in first else None)
         return found
@@ -386,9 +391,6 @@ class Recorder:
 
     def _is_here(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._device.type
-
-    def _copy(self, value: Any) -> Any:
-        return value.clone() if isinstance(value, torch.Tensor) else value
 
     def _unowned(self, values: Sequence[Any], owned: Sequence[Any]) -> list[Any]:
         """Tensors with the memory of these, which they do not keep, but for those that are owned elsewhere."""
@@ -412,6 +414,11 @@ class Recorder:
         self._attempts = MOST_ATTEMPTS
         words = (str(error).strip().splitlines() or [""])[0]
         self._shared.told(f"{type(error).__name__}: {words}")
+
+
+def _copied_out(values: Sequence[Any], fixed: frozenset[int] = frozenset()) -> list[Any]:
+    """Copies of tensors, but for those with these ids: arguments that a forward writes to."""
+    return [one.clone() if isinstance(one, torch.Tensor) and id(one) not in fixed else one for one in values]
 
 
 def _fixed(captured: CapturedGraph) -> frozenset[int]:

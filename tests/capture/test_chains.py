@@ -222,9 +222,10 @@ def test_attention(
     eager.to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
     step = compared(eager, tokens, half=kind == "autocast")
     assert step.plan is not None
-    drawn = attention in (written_out, torchs, merged) and device == "cuda"  # fused dropout, which is not looked into
-    assert len(chains(step)) >= 4 or drawn, "forward and backward of each block"
-    if drawn:
+    # On CUDA dropout draws and multiplies at once, and products in float32 have other bits in slices.
+    whole = device == "cuda" and (kind == "float32" or attention in (written_out, torchs, merged))
+    assert len(chains(step)) >= 4 or whole, "forward and backward of each block"
+    if whole:
         return
     matrices = {t.dtype for t in step.plan.graph.tensors if math.prod(t.shape) == 3 * 4 * 48 * 48}
     assert matrices <= {"bool"}, "only what is drawn is there as a whole"

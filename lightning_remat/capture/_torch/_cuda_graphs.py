@@ -171,7 +171,8 @@ class CudaTapes:
         Raises:
             Exception: whatever torch raises where something cannot be recorded. Nothing has been computed then.
         """
-        generator = torch.cuda.default_generators[self._device.index]
+        index = self._device.index if self._device.index is not None else torch.cuda.current_device()
+        generator = torch.cuda.default_generators[index]
         states = {id(one): i for i, one in enumerate(args) if isinstance(one, torch.Tensor) and not one.is_cuda}
         kept = [one if isinstance(one, torch.Tensor) and not one.is_cuda else None for one in args]
         graph = torch.cuda.CUDAGraph()

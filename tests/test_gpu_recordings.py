@@ -1,0 +1,163 @@
+"""On a CUDA device: steps that are recorded as CUDA graphs have eager's bits, random numbers and gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_remat import Rematerialized, rematerialize
+from lightning_remat.callbacks import RematCallback
+from lightning_remat.capture._torch import CudaTapes
+from lightning_remat.errors import RematWarning
+from lightning_remat.runtime._recordings import WARM_UP, Recorder
+from tests.helpers import training
+from tests.test_gpu import DTYPES, Factory, conv_net, deterministic, gpt2, pytestmark
+
+__all__ = ["deterministic", "pytestmark"]
+
+STEPS = WARM_UP + 6
+
+
+def recorded(step: Rematerialized) -> int:
+    """How many forwards of a step are recorded with their backwards."""
+    graphs = step.scheduled._plans.graphs
+    recorders = [graph.exchange.recorder for graph in graphs]
+    assert all(isinstance(one, Recorder) for one in recorders)
+    return sum(one.backward is not None for recorder in recorders for one in recorder._recorded.values())  # type: ignore[union-attr]
+
+
+def trained(
+    module: nn.Module,
+    call: Callable[..., torch.Tensor],
+    batch: torch.Tensor,
+    every: int = 1,
+    context: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+) -> list[torch.Tensor]:
+    """Losses of seeded training with an optimizer's step after each ``every`` of them; the random state at the end."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    torch.manual_seed(1)
+    found = []
+    for number in range(STEPS * every):
+        batch = batch.roll(1, 0)
+        with context():
+            loss = call(batch)
+        if number % every == 0:
+            optimizer.zero_grad()
+        loss.backward()
+        if number % every == every - 1:
+            optimizer.step()
+        found.append(loss.detach().clone())
+    return [*found, torch.cuda.get_rng_state(), torch.get_rng_state()]
+
+
+def assert_same(module: nn.Module, eager: nn.Module) -> None:
+    for (name, one), other in zip(module.named_parameters(), eager.parameters(), strict=True):
+        assert torch.equal(one, other), name
+        assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad), name
+    for (name, one), other in zip(module.named_buffers(), eager.buffers(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.6, "min"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("make", [gpt2, conv_net])
+def test_recorded_steps_have_the_bits_of_eager(make: Factory, dtype: torch.dtype, budget: float | str) -> None:
+    eager, batch = make(dtype)
+    module = copy.deepcopy(eager)
+    step = rematerialize(module, budget=budget, cuda_graphs=True, time_limit=3.0)
+    assert all(map(torch.equal, trained(module, step, batch), trained(eager, eager, batch)))
+    assert_same(module, eager)
+    assert step.plan is not None and not step.failures and recorded(step) == 1
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", [gpt2, conv_net])
+def test_under_autocast_and_with_accumulation(make: Factory, half: torch.dtype) -> None:
+    eager, batch = make(torch.float32)
+    module = copy.deepcopy(eager)
+    step = rematerialize(module, budget=0.6, cuda_graphs=True, time_limit=3.0)
+    options: dict[str, Any] = {"every": 2, "context": lambda: torch.autocast("cuda", half)}
+    assert all(map(torch.equal, trained(module, step, batch, **options), trained(eager, eager, batch, **options)))
+    assert_same(module, eager)
+    assert recorded(step) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}, {"precision": "16-mixed"}], ids=str)
+def test_a_recorded_fit_has_the_bits_of_eager(options: dict[str, Any]) -> None:
+    remat = RematCallback(0.5, artifacts=False, time_limit=3.0, cuda_graphs=True)
+    options = {**options, "accelerator": "cuda", "devices": 1, "deterministic": True, "max_epochs": 8}
+    plain = training.fit(training.Classifier, gradient_clip_val=0.5, **options)
+    scheduled = training.fit(training.Classifier, remat, gradient_clip_val=0.5, **options)
+    training.assert_same(plain.results, scheduled.results)
+    assert not remat.failures
+
+
+def test_gradients_lie_where_the_recorded_backward_adds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copies of them are made: the memory of a step with its recordings is about what it was planned to be."""
+    seen: list[Recorder] = []
+    replay = Recorder._replay_backward
+
+    def seeing(self: Recorder, *args: Any) -> Any:
+        seen.append(self)
+        return replay(self, *args)
+
+    monkeypatch.setattr(Recorder, "_replay_backward", seeing)
+    remat = RematCallback(0.5, artifacts=False, time_limit=3.0, cuda_graphs=True)
+    fit = training.fit(training.Classifier, remat, accelerator="cuda", devices=1, deterministic=True, max_epochs=6)
+    assert len(seen) >= 6
+    homes = seen[0]._shared.homes
+    for parameter in fit.module.parameters():
+        assert parameter.grad is not None and homes.has(parameter, parameter.grad)
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["forward", "backward"])
+def test_what_cannot_be_recorded_runs_as_before(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is waited for while something is recorded, which CUDA does not allow."""
+    calls = iter(range(100))
+    record = CudaTapes.record
+
+    def waits(self: CudaTapes, run: Callable[..., Any], args: list[Any], noted: Any) -> Any:
+        this = next(calls)
+
+        def run_and_wait(given: list[Any]) -> Any:
+            found = run(given)
+            if this == number:
+                torch.ones(1, device="cuda").item()
+            return found
+
+        return record(self, run_and_wait, args, noted)
+
+    monkeypatch.setattr(CudaTapes, "record", waits)
+    eager, batch = gpt2(torch.float32)
+    module = copy.deepcopy(eager)
+    step = rematerialize(module, budget=0.6, cuda_graphs=True, time_limit=3.0)
+    with pytest.warns(RematWarning, match="without CUDA graphs"):
+        found = trained(module, step, batch)
+    assert all(map(torch.equal, found, trained(eager, eager, batch)))
+    assert_same(module, eager)
+    assert recorded(step) == 0
+
+
+def reserved() -> int:
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
+def test_a_closed_step_gives_its_memory_back() -> None:
+    module, batch = gpt2(torch.float32)
+    before = reserved()
+    step = rematerialize(module, budget=0.6, cuda_graphs=True, time_limit=3.0)
+    trained(module, step, batch)
+    held = reserved()
+    step.close()
+    module.zero_grad()
+    assert reserved() < held
+    assert reserved() - before < 64 * 2**20  # cuBLAS's workspaces
