@@ -25,7 +25,7 @@ from lightning_remat.planner import AtHand, BatchSizes, Plan, RematWarning
 from lightning_remat.report import format_bytes
 from lightning_remat.runtime import is_compiled, unknown_torch
 
-SMALLER = (0.98, 0.94, 0.85, 0.7)
+SMALLER = (0.98, 0.94, 0.85, 0.7, 0.5)
 """After each real step that did not confirm its batch size: the largest one that is tried next, as a share of it."""
 
 ENLARGED = 1

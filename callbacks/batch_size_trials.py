@@ -47,7 +47,7 @@ class Trials:
         self._trainer, self._module = trainer, module
         # In one form at all sizes: what is known of one size holds for the others.
         self._config = dataclasses.replace(
-            config, background=False, tiling="off" if config.tiling == "off" else "losses"
+            config, background=False, cuda_graphs=False, tiling="off" if config.tiling == "off" else "losses"
         )
         self._data, self._progress = data, progress
 
@@ -115,7 +115,7 @@ class Trials:
         except RuntimeError as error:
             if not isinstance(error, torch.OutOfMemoryError) and not is_oom_error(error):
                 raise
-            log.info("a batch size of %d ran out of memory", size)
+            log.info("a batch size of %d ran out of memory: %s", size, error)
         finally:  # nothing refers to what the attempt held any more, not even the traceback
             self._module.zero_grad()
             garbage_collection_cuda()

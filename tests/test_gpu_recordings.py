@@ -91,7 +91,7 @@ def test_under_autocast_and_with_accumulation(make: Factory, half: torch.dtype) 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}, {"precision": "16-mixed"}], ids=str)
 def test_a_recorded_fit_has_the_bits_of_eager(options: dict[str, Any]) -> None:
-    remat = RematCallback(0.5, artifacts=False, time_limit=3.0, cuda_graphs=True)
+    remat = RematCallback("min", artifacts=False, time_limit=3.0, cuda_graphs=True)
     options = {**options, "accelerator": "cuda", "devices": 1, "deterministic": True, "max_epochs": 8}
     plain = training.fit(training.Classifier, gradient_clip_val=0.5, **options)
     scheduled = training.fit(training.Classifier, remat, gradient_clip_val=0.5, **options)
@@ -109,7 +109,7 @@ def test_gradients_lie_where_the_recorded_backward_adds_them(monkeypatch: pytest
         return replay(self, *args)
 
     monkeypatch.setattr(Recorder, "_replay_backward", seeing)
-    remat = RematCallback(0.5, artifacts=False, time_limit=3.0, cuda_graphs=True)
+    remat = RematCallback("min", artifacts=False, time_limit=3.0, cuda_graphs=True)
     fit = training.fit(training.Classifier, remat, accelerator="cuda", devices=1, deterministic=True, max_epochs=6)
     assert len(seen) >= 6
     homes = seen[0]._shared.homes
@@ -153,11 +153,13 @@ def reserved() -> int:
 
 def test_a_closed_step_gives_its_memory_back() -> None:
     module, batch = gpt2(torch.float32)
-    before = reserved()
+    trained(module, module, batch)
+    module.zero_grad()
+    before = reserved()  # with cuBLAS's workspaces
     step = rematerialize(module, budget=0.6, cuda_graphs=True, time_limit=3.0)
     trained(module, step, batch)
     held = reserved()
     step.close()
     module.zero_grad()
     assert reserved() < held
-    assert reserved() - before < 64 * 2**20  # cuBLAS's workspaces
+    assert reserved() - before <= 20 * 2**20

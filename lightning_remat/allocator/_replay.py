@@ -105,7 +105,9 @@ def best_footprint(
     """The footprint in the arrangement that serves best.
 
     In this order: the steps fit; no cached segment is given back in the last step; the fewest bytes are reserved. Where
-    the first two do not decide, the first arrangement that is named stays unless another saves more than `WORTH_IT`.
+    the first two do not decide, the first arrangement that is named stays unless another saves more than `WORTH_IT`, or has
+    fewer bytes allocated at the peak: then blocks hold there what was not split off, and how much that is depends on every
+    request before.
 
     Args:
         graph: with what lies around it.
@@ -121,9 +123,15 @@ def best_footprint(
 
 
 def _best(found: Sequence[Footprint]) -> Footprint:
+    first = found[0]
     best = min(found, key=lambda one: (not one.fits, one.flushes > 0, one.reserved_bytes))
-    alike = (found[0].fits, found[0].flushes > 0) == (best.fits, best.flushes > 0)
-    return found[0] if alike and found[0].reserved_bytes <= (1 + WORTH_IT) * best.reserved_bytes else best
+    if (first.fits, first.flushes > 0) != (best.fits, best.flushes > 0):
+        return best
+    alike = [one for one in found if (one.fits, one.flushes > 0) == (first.fits, first.flushes > 0)]
+    smaller = [one for one in alike if one.allocated_bytes < first.allocated_bytes]
+    if smaller:
+        return min(smaller, key=lambda one: one.reserved_bytes)
+    return first if first.reserved_bytes <= (1 + WORTH_IT) * best.reserved_bytes else best
 
 
 def footprint(

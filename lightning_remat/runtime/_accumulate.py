@@ -41,6 +41,10 @@ class Homes:
         if parameter not in self._homes:
             self._homes[parameter] = torch.empty_like(parameter, requires_grad=False)
 
+    def clear(self) -> None:
+        """Let go of all of them."""
+        self._homes.clear()
+
     def has(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> bool:
         """Whether a gradient lies in the parameter's home."""
         home = self.of(parameter)

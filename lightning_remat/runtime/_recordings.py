@@ -154,6 +154,7 @@ class Recordings:
         """Let go of everything that is recorded, and of its memory, unless a backward may come that reads it."""
         if not self.waits:
             self.last = None
+            self.homes.clear()
             for recorder in self._recorders:
                 recorder.forget()
 

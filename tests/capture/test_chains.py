@@ -42,7 +42,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 def _small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("cpu", "cuda"):
         monkeypatch.setitem(_sliced.LEAST_BYTES, kind, 1 << 12)
-    monkeypatch.setattr(_losses, "LEAST_BYTES", 1 << 12)
+        monkeypatch.setitem(_losses.LEAST_BYTES, kind, 1 << 12)
 
 
 @pytest.fixture

@@ -20,10 +20,11 @@ enter_autocast, exit_autocast = torch.amp.autocast_mode._enter_autocast, torch.a
 def autocast_region(kind: str) -> Any:
     """An object that identifies the present region of autocast, for this type of device.
 
-    It is the node of autograd's graph that casts a certain tensor: autocast casts a tensor once in a region.
+    It is the node of autograd's graph that casts a certain tensor, which takes no memory: autocast casts a tensor once in a
+    region.
     """
     if kind not in _CASTED:
-        _CASTED[kind] = tuple(torch.zeros(1, 1, device=kind, requires_grad=True) for _ in range(2))
+        _CASTED[kind] = tuple(torch.zeros(shape, device=kind, requires_grad=True) for shape in ((0, 1), (1, 0)))
     with torch.enable_grad():
         return torch.mm(*_CASTED[kind]).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 

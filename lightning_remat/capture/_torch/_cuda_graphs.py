@@ -184,6 +184,7 @@ class CudaTapes:
         safe = generator.clone_state()
         try:
             with (
+                torch.cuda.stream(torch.cuda.current_stream(self._device)),  # goes back to it, whatever is raised
                 torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
                 _source(taping),
             ):

@@ -37,8 +37,8 @@ Box = Sequence[tuple[int | None, int | None]] | None
 SLICES = 64
 """How many slices the rows are cut into, unless they are then smaller than `LEAST_BYTES`."""
 
-LEAST_BYTES = 1 << 20
-"""A slice has as many rows as take so many bytes, at least: smaller ones take longer, and save nothing."""
+LEAST_BYTES = {"cpu": 1 << 20, "cuda": 1 << 25}
+"""A slice has as many rows as take so many bytes at least, by the device's type: smaller ones take longer, and save nothing."""
 
 LOGITS = 1
 """Place of the logits among the arguments of `gradient_of_rows`."""
@@ -150,7 +150,8 @@ def _shape_and_size(inside: torch.Tensor, dtype: torch.dtype) -> tuple[list[int]
     *shape, classes = inside.shape
     if inside.is_contiguous():
         shape = [math.prod(shape)]
-    least = -(-LEAST_BYTES // max(1, classes * dtype.itemsize))
+    nbytes = LEAST_BYTES.get(inside.device.type, LEAST_BYTES["cuda"])
+    least = -(-nbytes // max(1, classes * dtype.itemsize))
     return shape, max(1, min(shape[-1], max(least, -(-math.prod(shape) // SLICES))))
 
 

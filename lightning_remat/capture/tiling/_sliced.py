@@ -24,7 +24,7 @@ Box = Sequence[tuple[int, int]]
 SLICES = 64
 """How many slices a grid is cut into, unless they are then smaller than `LEAST_BYTES`."""
 
-LEAST_BYTES = {"cpu": 1 << 18, "cuda": 1 << 23}
+LEAST_BYTES = {"cpu": 1 << 18, "cuda": 1 << 25}
 """By the device's type, what the largest tensor in a slice takes at least: smaller ones take longer, and save nothing."""
 
 
