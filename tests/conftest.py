@@ -14,7 +14,7 @@ import torch
 
 from lightning_remat.planner import _plan_cache
 from lightning_remat.solvers.common import _clock
-from lightning_remat.solvers.portfolio import _auto
+from lightning_remat.solvers.portfolio import _auto, _smallest_peak
 
 # The tests of a GPU need no hypothesis: they run on machines that have torch and pytest and little else.
 if importlib.util.find_spec("hypothesis"):
@@ -76,6 +76,7 @@ def _searches_are_short(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     """The portfolio takes seconds for what may be a little cheaper; elsewhere any schedule within the budget will do."""
     if request.module.__name__.rpartition(".")[2] not in SEARCHING:
         monkeypatch.setattr(_auto, "usual_seconds", lambda problem: 0.1 + len(problem) / 4000)
+        monkeypatch.setattr(_smallest_peak, "improving_seconds", lambda problem: 0.02 + len(problem) / 4000)
 
 
 @pytest.fixture(autouse=True)

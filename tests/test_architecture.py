@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -114,3 +115,9 @@ def test_the_library_never_prints() -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     }
     assert calls == set()
+
+
+def test_every_folder_of_the_package_is_installed() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    folders = {file.parent.relative_to(ROOT) for file in (ROOT / "lightning_remat").glob("**/__init__.py")}
+    assert set(listed) == {".".join(folder.parts) for folder in folders} | {"lightning_remat.callbacks"}

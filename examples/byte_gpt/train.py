@@ -213,13 +213,13 @@ class Result:
         )
 
 
-def train(budget: float | None, size: Size, steps: int, folder: Path, gpu: bool) -> Result:
+def train(budget: float | None, size: Size, steps: int, time_limit: float, folder: Path, gpu: bool) -> Result:
     """One training run. All that differs between runs is the callback."""
     L.seed_everything(0, verbose=False)
     model = ByteGPT(size)
     data = DataLoader(StandardLibrary(size.length), batch_size=size.batch, shuffle=True, drop_last=True)
     observer = Observer()
-    remat = RematCallback(budget=budget) if budget is not None else None
+    remat = RematCallback(budget=budget, time_limit=time_limit) if budget is not None else None
     trainer = L.Trainer(
         accelerator="gpu" if gpu else "cpu",
         devices=1,
@@ -276,6 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Train, compare, print; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=30, help="training steps of each run")
+    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds for each plan, at most")
     parser.add_argument("--small", action="store_true", help="a tiny model, for a quick look")
     parser.add_argument("--gpu", action="store_true", help="train on the CUDA device")
     parser.add_argument(
@@ -300,7 +301,7 @@ def main(arguments: list[str] | None = None) -> int:
         name = "without the callback" if budget is None else f"with a budget of {budget:g}"
         console.print(f"training {options.steps} steps {name} ...")
         folder = options.folder / ("plain" if budget is None else f"budget-{budget:g}")
-        results.append(train(budget, size, options.steps, folder, options.gpu))
+        results.append(train(budget, size, options.steps, options.time_limit, folder, options.gpu))
     parameters = sum(one.numel() for one in results[0].parameters.values())
     title = f"A GPT of {size.layers} layers, width {size.width}, on {size.batch} x {size.length} bytes of Python source code"
     console.print(comparison(results, f"{title} ({parameters:,} parameters)"))

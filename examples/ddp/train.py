@@ -25,11 +25,12 @@ def main() -> int:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--accelerator", default="cpu")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds for each plan, at most")
     parser.add_argument("--small", action="store_true", help="a tiny model")
     options = parser.parse_args()
     L.seed_everything(0)
     size = SMALL if options.small else Size()
-    remat = RematCallback(budget=options.budget)
+    remat = RematCallback(budget=options.budget, time_limit=options.time_limit)
     trainer = L.Trainer(
         strategy="ddp",
         accelerator=options.accelerator,

@@ -25,6 +25,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", default="0.4", help="a share, a size, auto or min")
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds for each plan, at most")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--small", action="store_true", help="a tiny model")
     options = parser.parse_args()
@@ -39,7 +40,8 @@ def main() -> int:
     def loss_of(text: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten())
 
-    step = rematerialize(loss_of, budget=options.budget, resident_bytes=2 * weights)  # AdamW keeps two numbers a weight
+    state = 2 * weights  # AdamW keeps two numbers a weight
+    step = rematerialize(loss_of, budget=options.budget, time_limit=options.time_limit, resident_bytes=state)
     for _, text in zip(range(options.steps), loader, strict=False):
         loss = step(text)
         optimizer.zero_grad()

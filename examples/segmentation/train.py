@@ -123,10 +123,11 @@ def main() -> int:
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--width", type=int, default=16, help="channels at full resolution")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds for each plan, at most")
     parser.add_argument("--accelerator", default="cpu")
     options = parser.parse_args()
     L.seed_everything(0)
-    remat = RematCallback(budget=options.budget)
+    remat = RematCallback(budget=options.budget, time_limit=options.time_limit)
     trainer = L.Trainer(
         accelerator=options.accelerator,
         devices=1,

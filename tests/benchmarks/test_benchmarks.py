@@ -41,7 +41,7 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str
     """One run on a tiny network with dropout: what it wrote and printed, and where."""
     pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("peers")
-    options = "--network vit --size tiny --steps 2 --time-limit 2 --memory-budgets 0.3 --inductor-budgets --duels 1"
+    options = "--network vit --size tiny --steps 2 --time-limit 0.5 --memory-budgets 0.3 --inductor-budgets --duels 1"
     options += " --deterministic --budgets 1.0 0.01 peers min"
     ended = run(ROOT / "benchmarks" / "peers.py", *options.split(), "--out", folder / "peers.json", folder=folder)
     assert ended.returncode == 0, ended.stderr
@@ -253,7 +253,8 @@ def test_the_picture_takes_rows_that_were_not_measured(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_byte_gpt_trains_with_the_same_bits_in_less_memory(tmp_path: Path) -> None:
-    ended = run(ROOT / "examples" / "byte_gpt" / "train.py", "--small", "--steps", "6", folder=tmp_path)
+    script = ROOT / "examples" / "byte_gpt" / "train.py"
+    ended = run(script, "--small", "--steps", "6", "--time-limit", "1", folder=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("bitwise equal") == 2 and "OVER" not in ended.stdout
     peaks = [float(peak) for peak in re.findall(r"│\s+([0-9.]+) MiB │ +[0-9.]+ m?s │", ended.stdout)]

@@ -170,25 +170,29 @@ def test_a_larger_one_does_not_fit_or_costs_too_much(equal_seconds):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("wrong", [0.6, 1.5])
-def test_a_wrong_first_prediction_is_corrected(wrong, monkeypatch, equal_seconds):
+def test_a_wrong_first_prediction_is_corrected(monkeypatch, equal_seconds):
     predicted = BatchSizes.largest
-    asked: list[int] = []
 
-    def largest(self: BatchSizes, budget_bytes: int, at_most: int) -> int:
-        found = predicted(self, budget_bytes, at_most)
-        asked.append(found if asked else min(at_most, int(wrong * found)))
-        return asked[-1]
+    def found(wrong: float) -> tuple[Any, list[int]]:
+        asked: list[int] = []
 
-    right = RematBatchSizeFinder(max_overhead=0.2)
-    run(Sized(), right, callback(time_limit=0.3), limit_train_batches=1)
-    monkeypatch.setattr(BatchSizes, "largest", largest)
-    finder = RematBatchSizeFinder(max_overhead=0.2)
-    run(Sized(), finder, callback(time_limit=0.3), limit_train_batches=1)
-    assert len(asked) > 1
-    assert finder.found.batch_size > asked[0] if wrong < 1 else finder.found.batch_size < asked[0]
-    assert finder.found.batch_size == pytest.approx(right.found.batch_size, rel=0.1)
-    assert finder.found.measured_peak_bytes <= BUDGET
+        def largest(self: BatchSizes, budget_bytes: int, at_most: int) -> int:
+            size = predicted(self, budget_bytes, at_most)
+            asked.append(size if asked else min(at_most, int(wrong * size)))
+            return asked[-1]
+
+        monkeypatch.setattr(BatchSizes, "largest", largest)
+        finder = RematBatchSizeFinder(max_overhead=0.2)
+        run(Sized(), finder, callback(time_limit=0.3), limit_train_batches=1)
+        return finder.found, asked
+
+    right, _ = found(1.0)
+    for wrong in (0.6, 1.5):
+        corrected, asked = found(wrong)
+        assert len(asked) > 1
+        assert corrected.batch_size > asked[0] if wrong < 1 else corrected.batch_size < asked[0]
+        assert corrected.batch_size == pytest.approx(right.batch_size, rel=0.1)
+        assert corrected.measured_peak_bytes <= BUDGET
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Another form of a joint graph: with what can be computed in slices, whose parts know nothing of one another.
 
 * ``_losses``: cross entropy in slices of rows, which sums in eager's order.
+* ``_heads``: the products around a loss's logits, whose weight is cast slice by slice.
 * ``_chains`` finds other chains of ops that can run so, forward and backward, and ``_rules`` says which ops can.
 * ``_sliced`` runs a chain.
 
@@ -14,6 +15,7 @@ import enum
 import torch.fx
 
 from lightning_remat.capture.tiling._chains import tile_chains
+from lightning_remat.capture.tiling._heads import tile_heads
 from lightning_remat.capture.tiling._losses import tile_losses
 
 
@@ -29,8 +31,9 @@ class Tiling(enum.Enum):
         ``LOSSES`` takes no longer than the ops do; ``CHAINS``, losses among them, computes a chain's forward a second time in
         the backward.
         """
-        losses = tile_losses(graph)
-        return tile_chains(graph) if self is Tiling.CHAINS else losses
+        logits = tile_losses(graph)
+        tile_heads(graph, logits)
+        return tile_chains(graph) if self is Tiling.CHAINS else bool(logits)
 
 
 __all__ = ["Tiling"]

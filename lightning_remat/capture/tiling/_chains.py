@@ -150,7 +150,7 @@ class _Region:
             return False
         for (part, _, returned), chain in zip(parts, chains, strict=True):
             assert chain is not None
-            _put(graph, part, returned, *chain, inside)
+            put(graph, part, returned, *chain, inside)
         for node in reversed([*self.forward, *self.backward]):
             graph.erase_node(node)
         return True
@@ -220,7 +220,7 @@ def _same_cells(one: Place, other: Place, grid: Grid) -> bool:
     return one.merged == other.merged and all(alike)
 
 
-def _put(
+def put(
     graph: torch.fx.Graph,
     part: Sequence[Node],
     returned: Sequence[Node],

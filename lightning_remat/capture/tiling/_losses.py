@@ -180,12 +180,12 @@ def _outside(logits: torch.Tensor, box: Box) -> Iterator[torch.Tensor]:
 # -- in a graph -------------------------------------------------------------------------------------------------------
 
 
-def tile_losses(graph: torch.fx.Graph) -> bool:
-    """Have each loss of a joint graph that is one of rows computed in slices; returns whether there is one."""
+def tile_losses(graph: torch.fx.Graph) -> list[Node]:
+    """Have each loss of a joint graph that is one of rows computed in slices; returns what these are losses of."""
     found = [loss for node in graph.nodes if (loss := _Loss.around(node)) is not None]
     for loss in found:
         loss.tile(graph)
-    return bool(found)
+    return [loss.logits for loss in found]
 
 
 def pick_targets(graph: torch.fx.Graph) -> None:
@@ -263,10 +263,10 @@ class _Loss:
             )
         made.meta = {**self.backward.meta, "val": self.gradient.meta["val"]}
         self.gradient.replace_all_uses_with(made)
-        _erase_unread(graph, [self.gradient, softmax])
+        erase_unread(graph, [self.gradient, softmax])
 
 
-def _erase_unread(graph: torch.fx.Graph, nodes: Iterable[Node]) -> None:
+def erase_unread(graph: torch.fx.Graph, nodes: Iterable[Node]) -> None:
     """Erase those of these nodes that nothing reads, and then what they alone have read."""
     waiting, erased = list(nodes), set[Node]()
     while waiting:
@@ -298,8 +298,8 @@ class _Way:
 
     def before_a_cast(self) -> bool:
         """Go on to what is cast, if a cast is next; returns whether."""
-        cast, back = self.logits, _only(self.gradient.users)
-        if not _casts(cast) or len(cast.users) > 1 or back is None or not _casts(back):
+        cast, back = self.logits, only(self.gradient.users)
+        if not casts(cast) or len(cast.users) > 1 or back is None or not casts(back):
             return False
         source = cast.args[0]
         if back.kwargs["dtype"] != source.meta["val"].dtype:
@@ -309,7 +309,7 @@ class _Way:
 
     def before_a_view(self) -> bool:
         """Go on to what is a view with the same rows, one after the other."""
-        source, back = _source_of(self.logits, _VIEWS), _only(self.gradient.users)
+        source, back = _source_of(self.logits, _VIEWS), only(self.gradient.users)
         if self.box is not None or source is None or back is None or back.target not in _VIEWS:
             return False
         shape, classes = source.meta["val"].shape, self.logits.meta["val"].shape[-1]
@@ -327,7 +327,7 @@ class _Way:
         gradient: Node | None = self.gradient
         while sliced.target is aten.slice.Tensor:
             whole, dim, start, stop, step = _slice(sliced.args)
-            gradient = _only(gradient.users) if gradient is not None else None
+            gradient = only(gradient.users) if gradient is not None else None
             if gradient is None or gradient.target is not aten.slice_backward.default or len(sliced.users) > 1:
                 return False
             rows = 0 <= dim < len(box) and box[dim] == (None, None) and step == 1
@@ -340,7 +340,7 @@ class _Way:
         return True
 
 
-def _casts(node: Node) -> bool:
+def casts(node: Node) -> bool:
     """Whether a node is a copy in another dtype, and alike otherwise."""
     if node.target is not aten._to_copy.default or "dtype" not in node.kwargs:
         return False
@@ -349,7 +349,7 @@ def _casts(node: Node) -> bool:
     return all(name == "dtype" or others.get(name) == given for name, given in node.kwargs.items())
 
 
-def _only(users: Iterable[Node]) -> Node | None:
+def only(users: Iterable[Node]) -> Node | None:
     """The one node among ``users``; ``None`` where there are none or several."""
     found = list(users)
     return found[0] if len(found) == 1 else None

@@ -77,6 +77,7 @@ class Chain:
         cell_bytes: what a cell of its largest tensor takes.
         overwritable: positions of the inputs over which the first output may be written: they are as large, and a slice of
             them is read for no other slice.
+        least_cells: how many cells a slice has at least.
     """
 
     program: torch.fx.GraphModule
@@ -85,6 +86,7 @@ class Chain:
     outputs: tuple[tuple[TensorSpec, Place], ...]
     cell_bytes: int
     overwritable: frozenset[int] = frozenset()
+    least_cells: int = 1
 
     @property
     def cells(self) -> set[int]:
@@ -94,7 +96,7 @@ class Chain:
     def boxes(self) -> Iterator[Box]:
         """The slices, in order."""
         least = least_bytes(self.outputs[0][0].device)
-        cells = max(-(-least // self.cell_bytes), -(-math.prod(self.grid) // SLICES))
+        cells = max(-(-least // self.cell_bytes), -(-math.prod(self.grid) // SLICES), self.least_cells)
         cells = (
             1 << (cells - 1).bit_length()
         )  # so that loops over a slice leave nothing over, if it can be (see `_rounding`)
