@@ -21,7 +21,7 @@ CLASSES, WIDTH = 517, 40
 @pytest.fixture(autouse=True)
 def _small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(_sliced.LEAST_BYTES, "cpu", 1 << 12)
-    monkeypatch.setattr(_losses, "LEAST_BYTES", 1 << 12)
+    monkeypatch.setitem(_losses.LEAST_BYTES, "cpu", 1 << 12)
     monkeypatch.setattr(_heads, "LEAST_COLUMNS", 16)
     monkeypatch.setattr(_sliced, "_SEEN", {})
 
