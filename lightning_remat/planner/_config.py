@@ -16,6 +16,7 @@ from lightning_remat.solvers import available, options_of
 
 ALLOCATORS = ("auto", "leave")
 TILINGS = ("exact", "losses", "off")
+FUSINGS = ("exact", "fast", "off")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,8 @@ class RematConfig:
         tiling: ``"exact"`` computes losses over classes in slices of rows, with the same bits, where the step is over its
             budget otherwise, and other chains of ops (attention that is written out) where that is dear; ``"losses"`` computes
             losses so in any case, and nothing else; ``"off"`` leaves the step as it was captured.
+        fuse: ``"exact"`` has runs of elementwise ops compiled into one kernel each, where that kernel has the same bits and the
+            step costs less so; ``"fast"`` takes any such kernel, and bits may differ from eager mode's; ``"off"`` runs each op.
 
     Raises:
         ConfigError, BudgetError: on construction, saying what was given and what is accepted.
@@ -58,6 +61,7 @@ class RematConfig:
     background: bool = False
     allocator: str = "auto"
     tiling: str = "exact"
+    fuse: str = "off"
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
@@ -77,6 +81,8 @@ class RematConfig:
             raise ConfigError(f"allocator={self.allocator!r}: give one of {', '.join(map(repr, ALLOCATORS))}")
         if self.tiling not in TILINGS:
             raise ConfigError(f"tiling={self.tiling!r}: give one of {', '.join(map(repr, TILINGS))}")
+        if self.fuse not in FUSINGS:
+            raise ConfigError(f"fuse={self.fuse!r}: give one of {', '.join(map(repr, FUSINGS))}")
         cost_model(self.cost_model)
 
     @classmethod
