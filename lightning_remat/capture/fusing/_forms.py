@@ -53,6 +53,11 @@ def _clamp_max(x: torch.Tensor, high: float) -> torch.Tensor:
     return _clamp(x, None, high)
 
 
+def _all(x: torch.Tensor, dim: int | list[int], keepdim: bool = False) -> torch.Tensor:
+    """As a sum of zeros and ones, which is exact in any order."""
+    return aten.sum.dim_IntList(torch.where(x, 0.0, 1.0), [dim] if isinstance(dim, int) else dim, keepdim) == 0
+
+
 def _noise(mask: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
     """`dropout_noise`, of ops that write nothing in place."""
     return aten.where.ScalarOther(mask, torch.full((), scale, dtype=dtype, device=mask.device), 0.0)  # type: ignore[no-any-return]
@@ -63,6 +68,7 @@ FORMS: dict[Any, Callable[..., torch.Tensor]] = {
     aten.clamp_min.default: _clamp,
     aten.clamp_max.default: _clamp_max,
     aten.hardtanh.default: _hardtanh,
+    aten.all.dim: _all,
     _ops.dropout_noise: _noise,
 }
 """Functions of other ops with the same bits, for ops that compiled code would compute otherwise, or not at all."""

@@ -13,7 +13,7 @@ import torch
 import torch.fx
 
 from lightning_remat.capture._call import TensorSpec
-from lightning_remat.capture._torch import compile_ops, real_tensors
+from lightning_remat.capture._torch import cast, compile_ops, real_tensors
 from lightning_remat.capture.fusing._forms import Rounded
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Run:
 
     def _compiled(self) -> Kernel | None:
         try:
-            kernel = compile_ops(self._write, lambda: list(map(empty, (*self.inputs, *self.outputs))), exact=self.exact)
+            kernel = compile_ops(self._write, self._memory, exact=self.exact)
         except Exception as error:  # noqa: BLE001 - whatever the compiler raises, the ops run as before
             _told(type(error).__name__, str(error).strip().partition("\n")[0])
             return None
@@ -74,9 +74,16 @@ class Run:
             log.info("A fused run has other bits than its ops, which stay as they are: %s", self.program.code)
         return kernel if same else None
 
+    def _memory(self) -> list[torch.Tensor]:
+        """What a kernel takes. Masks are given as bytes: compiled code for the CPU converts these far faster than booleans."""
+        inputs, outputs = map(empty, self.inputs), map(empty, self.outputs)
+        return [*(one.view(torch.uint8) if one.dtype is torch.bool else one for one in inputs), *outputs]
+
     def _write(self, *tensors: torch.Tensor) -> tuple[()]:
         """Compute the outputs, and write them to the last tensors that are given."""
-        inputs, made = tensors[: len(self.inputs)], tensors[len(self.inputs) :]
+        given, made = tensors[: len(self.inputs)], tensors[len(self.inputs) :]
+        masks = (spec.dtype is torch.bool for spec in self.inputs)
+        inputs = (cast(one, torch.float32) != 0 if mask else one for one, mask in zip(given, masks, strict=True))
         run = Rounded(self.program).run if self.exact else self.program
         for out, result in zip(made, run(*inputs), strict=True):
             out.copy_(result)
@@ -86,10 +93,14 @@ class Run:
         """A function of the inputs, with the run's `name`; the first output may be written over one of them, ``out``."""
         make = [functools.partial(empty, spec) for spec in self.outputs]
         first, others = make[0], make[1:]
+        masks = [number for number, spec in enumerate(self.inputs) if spec.dtype is torch.bool]
 
         def fused(*tensors: torch.Tensor, out: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
             made = (first() if out is None else out, *(one() for one in others))
-            kernel([*tensors, *made])
+            given = [*tensors, *made]
+            for number in masks:
+                given[number] = given[number].view(torch.uint8)
+            kernel(given)
             return made
 
         fused.__name__ = fused.__qualname__ = self.name

@@ -30,7 +30,7 @@ CONSTANTS = (aten.scalar_tensor.default, aten.full.default)
 """Ops that read no tensor: a run makes their results itself."""
 
 _SAME_ANYWHERE = {
-    *(aten.all.dim, aten.any.dim, aten.all.dims, aten.any.dims),
+    aten.all.dim,
     *(aten.isneginf.default, aten.isposinf.default, aten.isinf.default, aten.isnan.default),
 }
 """Ops without rounding that are not elementwise, or not tagged so."""
