@@ -42,7 +42,7 @@ class Run:
     def name(self) -> str:
         """The same for all runs of the same ops on tensors of the same shapes."""
         facts = (self.program.code, self.inputs, self.outputs, self.exact)
-        return f"fused_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
+        return f"fused_run_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
 
     @property
     def overwritable(self) -> frozenset[int]:
