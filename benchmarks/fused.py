@@ -4,9 +4,9 @@
     python -m benchmarks.fused --network gpt2 --threads 2
 
 Each network trains three steps in eager mode and fused, from the same state, and all bits are compared. Then steps (forward
-and backward) in eager mode, as captured (a budget of 1.0: nothing is computed twice), and fused within the same budget take turns
-in one process. On one thread, which is the default, their time is that of the thread on the processor, which other processes
-disturb least. A ratio is the median over steps that are run one after the other. Peaks are the allocator's.
+and backward) in eager mode, as captured (a budget of 1.0: nothing is computed twice), and fused within the same budget take
+turns in one process. On one thread, which is the default, their time is that of the thread on the processor, which other
+processes disturb least. A ratio is the median over steps that are run one after the other. Peaks are the allocator's.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def measured(name: str, size: str, rounds: int, fuse: str) -> dict[str, Any]:
     """Steps of a network in eager mode, as captured, and fused, in turns.
 
     Returns:
-        Whether all bits are equal; seconds of each way's steps (medians) and the ratios to eager's with their quartiles; peaks and
-        budget in bytes, and how many ops are runs of how many kernels.
+        Whether all bits are equal; seconds of each way's steps (medians) and the ratios to eager's with their quartiles;
+        peaks and budget in bytes, and how many ops are runs of how many kernels.
     """
     workload = networks.build(name, size)
     module, batch = workload.module, workload.batch
@@ -134,7 +134,12 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         ratios = [f"{row['ratios'][way]:.3f}" for way in ("captured", "fused", "fused to captured")]
         cells = [row["network"], "equal" if row["exact"] else "differ", f"{row['seconds']['eager']:.3f}", *ratios]
         cells.append(f"{row['runs']} ({row['kernels']})")
-        peaks = [row["peak_bytes"]["eager"], row["peak_bytes"]["fused"], row["budget_bytes"], row["predicted_peak_bytes"]]
+        peaks = [
+            row["peak_bytes"]["eager"],
+            row["peak_bytes"]["fused"],
+            row["budget_bytes"],
+            row["predicted_peak_bytes"],
+        ]
         lines.append("| " + " | ".join([*cells, *(f"{peak / 2**20:.1f}" for peak in peaks)]) + " |")
     return "\n".join(lines)
 

@@ -73,6 +73,8 @@ class RematCallback(Callback):
             device's caching allocator would reserve more otherwise; ``"leave"`` leaves it alone.
         tiling: ``"exact"`` computes losses over classes in slices of rows, with the same bits, where the step is over its
             budget otherwise (`RematConfig`); ``"off"`` does not.
+        fuse: ``"exact"`` has runs of elementwise ops compiled into one kernel each where that has the same bits and the step
+            costs less so (`RematConfig`); ``"fast"`` takes other bits too; ``"off"`` does not.
         reserve: bytes that something else will need on the device during a step (an EMA copy, say).
         solver_options: the solver's own options, see `lightning_remat.solvers.options_of`.
         measure: measure the peak of the step after each new plan, and at every logging interval. On the CPU the measured
@@ -119,6 +121,7 @@ class RematCallback(Callback):
         background: bool = False,
         allocator: str = "auto",
         tiling: str = "exact",
+        fuse: str = "off",
         reserve: int = 0,
         solver_options: Mapping[str, Any] | None = None,
         measure: bool = True,
@@ -137,6 +140,7 @@ class RematCallback(Callback):
                 "background": background,
                 "allocator": allocator,
                 "tiling": tiling,
+                "fuse": fuse,
                 "reserve": reserve,
                 "solver_options": dict(solver_options or {}),
                 "measure": measure,

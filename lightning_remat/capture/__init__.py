@@ -3,7 +3,7 @@
 * ``_joint`` reads AOTAutograd's joint graph, after ``rewritings`` have changed it, into a ``_captured_graph``.
   ``_nodes``, ``_order``, ``_node_calls`` and ``_sizes`` are its parts; ``_call`` describes one op for the cost models.
 * What is known of single ops: ``_ops``, ``_overwriting``, ``_scatters``, ``_layouts`` and ``_effects``.
-* ``tiling`` is another form of a joint graph, with what can be computed in slices; ``fusing`` one with runs of ops in one kernel.
+* Other forms of a joint graph: ``tiling`` with what can be computed in slices, ``fusing`` with runs of ops in one kernel.
 * Gradients are added and laid out as in eager mode: ``_sums``, ``_ports``, ``_tangents`` and ``_autocast``.
 * What is replaced in Dynamo while it traces: ``_buffers``, ``_compiled``, ``_constants``, ``_hook_order``, ``_masks``,
   ``_messages``, ``_numpy``; and ``_rows`` and ``packed`` sequences, of which some are found ``_early``.

@@ -99,9 +99,7 @@ class CapturedGraph:
         read = self._fuse(fusing)
         if read is None:
             return None
-        return dataclasses.replace(
-            read(self.sizes), untiled=self.untiled or self, tiling=self.tiling, fusing=fusing
-        )
+        return dataclasses.replace(read(self.sizes), untiled=self.untiled or self, tiling=self.tiling, fusing=fusing)
 
     def reordered(self, order: Sequence[int]) -> CapturedGraph:
         """A copy with the ops in another order, given as indices into the present one."""

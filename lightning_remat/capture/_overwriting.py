@@ -15,11 +15,10 @@ import torch
 
 from lightning_remat.capture._call import TensorSpec
 from lightning_remat.capture._ops import is_elementwise
+from lightning_remat.capture._own_functions import writes_over
 from lightning_remat.capture._scatters import writes_part
 from lightning_remat.capture._torch import OpOverload, real_tensors, run_on_cpu
-from lightning_remat.capture.fusing import _fused
 from lightning_remat.capture.tiling._losses import LOGITS, gradient_of_rows
-from lightning_remat.capture.tiling._sliced import writes_over
 
 aten = torch.ops.aten
 
@@ -52,7 +51,7 @@ def overwriting(target: Any, position: int, device: str = "cpu") -> Form | None:
         return (target, "out") if position in (0, 1) else None
     if target is gradient_of_rows:
         return (target, "out") if position == LOGITS else None
-    if writes_over(target, position) or _fused.writes_over(target, position):
+    if writes_over(target, position):
         return target, "out"
     if writes_part(target):
         return (target, "out") if position == 0 else None

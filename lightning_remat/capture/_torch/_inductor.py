@@ -1,13 +1,13 @@
 """Inductor for one small graph of ops: a compiled callable on tensors of known shapes, without guards.
 
-* ``compile_fx_inner`` is Inductor below Dynamo and AOTAutograd; ``select_decomposition_table`` has what it expects its graphs to be
-  made of. A compiled graph's ``current_callable`` takes a list of tensors, and checks nothing.
+* ``compile_fx_inner`` is Inductor below Dynamo and AOTAutograd; ``select_decomp_table`` has what its graphs are not made of.
+  A compiled graph's ``current_callable`` takes a list of tensors, and checks nothing.
 * ``TracingContext`` and ``tracing``: a graph is compiled while another one is captured, with fake tensors of its own.
-* ``_prims`` names the op that a cast is.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,8 +15,6 @@ import torch
 import torch._inductor.config as inductor_config
 from torch._guards import TracingContext
 from torch._guards import tracing as tracing_context
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.decomposition import select_decomp_table
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
@@ -52,6 +50,9 @@ def compile_ops(
     Raises:
         Exception: whatever Inductor, or the compiler that it calls, raises.
     """
+    from torch._inductor.compile_fx import compile_fx_inner  # here, since importing it takes most of a second
+    from torch._inductor.decomposition import select_decomp_table
+
     settings = {name: value for name, value in _EXACT.items() if exact and _has(name)}
     mode = FakeTensorMode()
     with (
@@ -59,6 +60,9 @@ def compile_ops(
         tracing_context(TracingContext(mode)),
         torch.no_grad(),
         inductor_config.patch(settings),
+        warnings.catch_warnings(
+            action="ignore"
+        ),  # they are about the code that is made, and nothing that a user can change
     ):
         with mode:
             fakes = list(inputs())

@@ -22,16 +22,22 @@ class Rounded(torch.fx.Interpreter):
         if n.op != "call_function":
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        target: Callable[..., Any] = FORMS.get(n.target, n.target)
+        target: Any = FORMS.get(n.target, n.target)
         value = n.meta["val"]
         if _ops.is_view(n.target) or n.target in _AS_IT_IS:
             return target(*args, **kwargs)
-        args, kwargs = torch.fx.node.map_aggregate((args, kwargs), _single)  # type: ignore[assignment]
+        args, kwargs = torch.fx.node.map_aggregate((args, kwargs), _single)
         result = target(*args, **kwargs)
         return cast(result, value.dtype) if value.dtype in HALVES else result
 
 
-_AS_IT_IS = (aten._to_copy.default, aten.clone.default, aten.full.default, aten.scalar_tensor.default, _ops.dropout_noise)
+_AS_IT_IS = (
+    aten._to_copy.default,
+    aten.clone.default,
+    aten.full.default,
+    aten.scalar_tensor.default,
+    _ops.dropout_noise,
+)
 
 
 def _single(value: Any) -> Any:
@@ -53,9 +59,10 @@ def _clamp_max(x: torch.Tensor, high: float) -> torch.Tensor:
     return _clamp(x, None, high)
 
 
-def _all(x: torch.Tensor, dim: int | list[int], keepdim: bool = False) -> torch.Tensor:
-    """As a sum of zeros and ones, which is exact in any order."""
-    return aten.sum.dim_IntList(torch.where(x, 0.0, 1.0), [dim] if isinstance(dim, int) else dim, keepdim) == 0
+def _all(x: torch.Tensor, dim: int, keepdim: bool = False) -> torch.Tensor:
+    """Of booleans: that none is false. Ones add up exactly in any order, up to `MOST_COUNTED`."""
+    found: torch.Tensor = aten.sum.dim_IntList(cast(aten.logical_not.default(x), torch.float32), [dim], keepdim)
+    return found == 0
 
 
 def _noise(mask: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
@@ -63,7 +70,7 @@ def _noise(mask: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor
     return aten.where.ScalarOther(mask, torch.full((), scale, dtype=dtype, device=mask.device), 0.0)  # type: ignore[no-any-return]
 
 
-FORMS: dict[Any, Callable[..., torch.Tensor]] = {
+FORMS: dict[Any, Callable[..., Any]] = {
     aten.clamp.default: _clamp,
     aten.clamp_min.default: _clamp,
     aten.clamp_max.default: _clamp_max,

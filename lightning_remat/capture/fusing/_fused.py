@@ -13,13 +13,27 @@ import torch
 import torch.fx
 
 from lightning_remat.capture._call import TensorSpec
+from lightning_remat.capture._own_functions import named
 from lightning_remat.capture._torch import cast, compile_ops, real_tensors
 from lightning_remat.capture.fusing._forms import Rounded
 
 log = logging.getLogger(__name__)
 
-Kernel = Callable[[list[torch.Tensor]], Any]
-"""Takes inputs and, behind them, the tensors to write to."""
+Call = Callable[[list[torch.Tensor]], Any]
+"""A compiled run: takes its inputs and, behind them, the tensors to write to."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A run that is compiled, and was tried.
+
+    Attributes:
+        call: runs it.
+        overwritable: positions of the inputs over which it may write its first output.
+    """
+
+    call: Call
+    overwritable: frozenset[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,11 +58,6 @@ class Run:
         facts = (self.program.code, self.inputs, self.outputs, self.exact)
         return f"fused_run_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
 
-    @property
-    def overwritable(self) -> frozenset[int]:
-        """Positions of the inputs over which the first output may be written: they lie as it does."""
-        return frozenset(number for number, spec in enumerate(self.inputs) if spec == self.outputs[0])
-
     def kernel(self) -> Kernel | None:
         """The compiled kernel; ``None`` where there is none, or, for an exact run, where it has other bits than the ops.
 
@@ -62,17 +71,28 @@ class Run:
 
     def _compiled(self) -> Kernel | None:
         try:
-            kernel = compile_ops(self._write, self._memory, exact=self.exact)
+            call = compile_ops(self._write, self._memory, exact=self.exact)
         except Exception as error:  # noqa: BLE001 - whatever the compiler raises, the ops run as before
             _told(type(error).__name__, str(error).strip().partition("\n")[0])
             return None
         try:
-            same = not self.exact or _is_exact(self, kernel)
+            return self._tried(call)
         except torch.OutOfMemoryError:
             return None
-        if not same:
-            log.info("A fused run has other bits than its ops, which stay as they are: %s", self.program.code)
-        return kernel if same else None
+
+    def _tried(self, call: Call) -> Kernel | None:
+        """The kernel, as seen on example data: where it writes over an input that it still reads, it may not."""
+        overwritable = {number for number, spec in enumerate(self.inputs) if spec == self.outputs[0]}
+        for examples in _examples(self.inputs):
+            made = self._run(call, examples)
+            if self.exact and not all(map(same_bits, made, self.program(*examples))):
+                log.info("A fused run has other bits than its ops, which stay as they are: %s", self.program.code)
+                return None
+            for position in list(overwritable):
+                given = [one.clone() if number == position else one for number, one in enumerate(examples)]
+                if not all(map(same_bits, self._run(call, given, given[position]), made)):
+                    overwritable.remove(position)
+        return Kernel(call, frozenset(overwritable))
 
     def _memory(self) -> list[torch.Tensor]:
         """What a kernel takes. Masks are given as bytes: compiled code for the CPU converts these far faster than booleans."""
@@ -89,23 +109,27 @@ class Run:
             out.copy_(result)
         return ()
 
+    def _run(
+        self, call: Call, tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        made = (empty(self.outputs[0]) if out is None else out, *map(empty, self.outputs[1:]))
+        given = [*tensors, *made]
+        for number in self._masks:
+            given[number] = given[number].view(torch.uint8)
+        call(given)
+        return made
+
+    @functools.cached_property
+    def _masks(self) -> list[int]:
+        return [number for number, spec in enumerate(self.inputs) if spec.dtype is torch.bool]
+
     def function(self, kernel: Kernel) -> Callable[..., tuple[torch.Tensor, ...]]:
         """A function of the inputs, with the run's `name`; the first output may be written over one of them, ``out``."""
-        make = [functools.partial(empty, spec) for spec in self.outputs]
-        first, others = make[0], make[1:]
-        masks = [number for number, spec in enumerate(self.inputs) if spec.dtype is torch.bool]
 
         def fused(*tensors: torch.Tensor, out: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-            made = (first() if out is None else out, *(one() for one in others))
-            given = [*tensors, *made]
-            for number in masks:
-                given[number] = given[number].view(torch.uint8)
-            kernel(given)
-            return made
+            return self._run(kernel.call, tensors, out)
 
-        fused.__name__ = fused.__qualname__ = self.name
-        fused.__dict__[_OVERWRITABLE] = self.overwritable
-        return fused
+        return named(fused, self.name, kernel.overwritable)
 
 
 _KERNELS: dict[str, Kernel | None] = {}
@@ -121,14 +145,6 @@ def empty(spec: TensorSpec) -> torch.Tensor:
     return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
 
 
-_OVERWRITABLE = "fused_overwritable"
-
-
-def writes_over(target: Any, position: int) -> bool:
-    """Whether a fused run's function may write its first result over this one of its arguments."""
-    return position in getattr(target, _OVERWRITABLE, ())
-
-
 # -- whether it is exact ----------------------------------------------------------------------------------------------
 
 EXAMPLES = 3
@@ -136,18 +152,6 @@ EXAMPLES = 3
 
 _SPECIAL = (0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-41, -1e-41, 6e-8, -6e-8, 1.0, -1.0, 65504.0, -1e38, 3e38)
 """Zeros of both signs, infinities, no number, numbers too small for full precision, and the largest."""
-
-
-def _is_exact(run: Run, kernel: Kernel) -> bool:
-    """Whether a kernel gives the ops' bits on example data, in memory of its own and over each input that it may write over."""
-    for examples in _examples(run.inputs):
-        expected = run.program(*examples)
-        for position in (None, *sorted(run.overwritable)):
-            given = [one.clone() if number == position else one for number, one in enumerate(examples)]
-            made = run.function(kernel)(*given, out=None if position is None else given[position])
-            if not all(map(same_bits, made, expected)):
-                return False
-    return True
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

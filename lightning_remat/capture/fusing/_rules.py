@@ -1,9 +1,9 @@
 """Which ops may be in a run that is one compiled kernel.
 
-With eager's numbers, on the CPU, they are those of which each element is rounded once, as IEEE 754 says: there, a vector loop
+With eager's numbers, on the CPU, they are those of which each element is rounded once, as IEEE 754 says. There, a vector loop
 computes ``exp`` by another algorithm than a loop over single numbers, torch's own kernels contract some products and sums and
-others not, and sums have an order. Example data would show some of this too rarely. On other devices it is every elementwise op:
-what differs there differs in all elements alike, and is seen when a run is compared with its ops.
+not others, and sums have an order: example data would show some of this too rarely. On other devices it is every elementwise
+op: what differs there differs in all elements alike, and is seen when a run is compared with its ops.
 """
 
 from __future__ import annotations
@@ -29,11 +29,8 @@ HALVES = (torch.bfloat16, torch.float16)
 CONSTANTS = (aten.scalar_tensor.default, aten.full.default)
 """Ops that read no tensor: a run makes their results itself."""
 
-_SAME_ANYWHERE = {
-    aten.all.dim,
-    *(aten.isneginf.default, aten.isposinf.default, aten.isinf.default, aten.isnan.default),
-}
-"""Ops without rounding that are not elementwise, or not tagged so."""
+MOST_COUNTED = 1 << 24
+"""The largest number up to which single precision has all whole ones."""
 
 _ROUNDED_ELSE = {aten.sqrt.default}
 """Ops whose kernel on the CPU is a library's that does not round as IEEE 754 says."""
@@ -67,8 +64,8 @@ def may_be_fused(node: Node, exact: bool) -> bool:
         return False
     if not (made.dtype.is_floating_point or made.dtype is torch.bool) or not TensorSpec.of(made, hint).whole:
         return False
-    if node.target in _SAME_ANYWHERE:
-        return True
+    if node.target is aten.all.dim:
+        return read[0].dtype is torch.bool and 0 < read[0].numel() < MOST_COUNTED * max(1, made.numel())
     if not exact and node.target in _NORMALIZING:
         return True
     if not is_elementwise(node):

@@ -48,7 +48,7 @@ def _order(graph: torch.fx.Graph, num_fwd_outputs: int) -> list[tuple[Node, Phas
 
 
 def _compute_again(graph: torch.fx.Graph, num_fwd_outputs: int, exact: bool) -> None:
-    """Give ops of the backward results of their own, instead of the forward's, where all that these are made of is kept anyway."""
+    """Have the backward compute again what it reads of the forward, where all that this is made of is kept anyway."""
     order = _order(graph, num_fwd_outputs)
     backward = {node for node, phase in order if phase is Phase.BACKWARD}
     backward |= {node for node in graph.nodes if producer(node) in backward}
@@ -99,6 +99,12 @@ class _Members:
         return not read.isdisjoint(node.all_input_nodes) and self.ops[-1].meta["val"].shape == node.meta["val"].shape
 
 
+def _merged(runs: Sequence[_Members]) -> _Members:
+    """One run of several, that has yet to take the op that reads them; ``runs[0]`` itself where there is one."""
+    ops = [op for run in runs for op in run.ops]
+    return _Members(runs[0].backward, ops, set().union(*(run.views for run in runs)))
+
+
 def _runs(order: Sequence[tuple[Node, Phase]], exact: bool) -> list[_Members]:
     """The runs of a step."""
     done: list[_Members] = []
@@ -115,11 +121,10 @@ def _runs(order: Sequence[tuple[Node, Phase]], exact: bool) -> list[_Members]:
         joined = read or ([last] if last in waiting and last is not None and last.reads_with(node) else [])
         waiting = [run for run in waiting if run not in read and run not in joined]
         if fusible:
-            ops = [op for run in joined for op in run.ops]
-            run = _Members(backward, ops, {view for run in joined for view in run.views})
+            run = _Members(backward, [node]) if not joined else _merged(joined)
             if joined and run.may_take(node, backward):
                 run.ops.append(node)
-            else:
+            elif joined:
                 done += read
                 waiting += [run for run in joined if run not in read]
                 run = _Members(backward, [node])
@@ -142,7 +147,9 @@ def _replace(graph: torch.fx.Graph, members: _Members, exact: bool) -> bool:
     for view in reversed(views):  # views that others read stay, and are of the function's result
         if any(user not in ops and (user not in members.views or user in read_outside) for user in view.users):
             read_outside.add(view)
-    stays = [node for node in members.ops if any(_is_outside(user, ops, members.views, read_outside) for user in node.users)]
+    stays = [
+        node for node in members.ops if any(_is_outside(user, ops, members.views, read_outside) for user in node.users)
+    ]
     returned = sorted(stays, key=_nbytes, reverse=True)
     program, inputs = _program(sorted((*ops, *views), key=number.__getitem__), returned)
     run = Run(
