@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 import torch
 import torch.fx
 
+from lightning_remat.capture import _ops
 from lightning_remat.capture._call import TensorSpec
 from lightning_remat.capture._nodes import primals_and_tangents, producer
 from lightning_remat.capture._order import execution_order
@@ -53,7 +54,6 @@ def _compute_again(graph: torch.fx.Graph, num_fwd_outputs: int, exact: bool) -> 
     backward = {node for node, phase in order if phase is Phase.BACKWARD}
     backward |= {node for node in graph.nodes if producer(node) in backward}
     kept = {source for node in backward for source in node.all_input_nodes if source not in backward}
-    kept |= set(graph.find_nodes(op="placeholder"))
     for node, phase in order:
         readers = {user for user in node.users if user in backward}
         if phase is Phase.BACKWARD or not readers or not may_be_fused(node, exact):
@@ -69,8 +69,16 @@ def _compute_again(graph: torch.fx.Graph, num_fwd_outputs: int, exact: bool) -> 
 
 
 def _at_hand(source: Node, node: Node, kept: Collection[Node]) -> bool:
-    """Whether it costs little to keep what an op reads: it is kept anyway, or small beside the op's result."""
-    return source in kept or source.target in CONSTANTS or _nbytes(source) * 4 <= _nbytes(node)
+    """Whether it costs little to keep what an op reads: it is kept anyway, or small beside the op's result.
+
+    What the step is given is not: it may be changed before the backward, in which eager mode reads what it has computed.
+    """
+    if source.target in CONSTANTS:
+        return True
+    root = source
+    while _ops.is_view(root.target):
+        root = root.all_input_nodes[0]
+    return root.op == "call_function" and (source in kept or _nbytes(source) * 4 <= _nbytes(node))
 
 
 # -- finding runs -----------------------------------------------------------------------------------------------------
