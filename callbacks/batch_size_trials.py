@@ -47,7 +47,11 @@ class Trials:
         self._trainer, self._module = trainer, module
         # In one form at all sizes: what is known of one size holds for the others.
         self._config = dataclasses.replace(
-            config, background=False, cuda_graphs=False, tiling="off" if config.tiling == "off" else "losses"
+            config,
+            background=False,
+            cuda_graphs=False,
+            tiling="off" if config.tiling == "off" else "losses",
+            fuse="off",
         )
         self._data, self._progress = data, progress
 

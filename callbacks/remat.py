@@ -75,6 +75,8 @@ class RematCallback(Callback):
             budget otherwise (`RematConfig`); ``"off"`` does not.
         cuda_graphs: record forward and backward as CUDA graphs after a few steps, and replay them: small and medium steps take
             less time. What cannot be recorded runs as before, and a warning says why.
+        fuse: ``"exact"`` has runs of elementwise ops compiled into one kernel each where that has the same bits and the step
+            costs less so (`RematConfig`); ``"fast"`` takes other bits too; ``"off"`` does not.
         reserve: bytes that something else will need on the device during a step (an EMA copy, say).
         solver_options: the solver's own options, see `lightning_remat.solvers.options_of`.
         measure: measure the peak of the step after each new plan, and at every logging interval. On the CPU the measured
@@ -122,6 +124,7 @@ class RematCallback(Callback):
         allocator: str = "auto",
         tiling: str = "exact",
         cuda_graphs: bool = False,
+        fuse: str = "off",
         reserve: int = 0,
         solver_options: Mapping[str, Any] | None = None,
         measure: bool = True,
@@ -141,6 +144,7 @@ class RematCallback(Callback):
                 "allocator": allocator,
                 "tiling": tiling,
                 "cuda_graphs": cuda_graphs,
+                "fuse": fuse,
                 "reserve": reserve,
                 "solver_options": dict(solver_options or {}),
                 "measure": measure,

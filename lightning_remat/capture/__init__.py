@@ -3,7 +3,7 @@
 * ``_joint`` reads AOTAutograd's joint graph, after ``rewritings`` have changed it, into a ``_captured_graph``.
   ``_nodes``, ``_order``, ``_node_calls`` and ``_sizes`` are its parts; ``_call`` describes one op for the cost models.
 * What is known of single ops: ``_ops``, ``_overwriting``, ``_scatters``, ``_layouts`` and ``_effects``.
-* ``tiling`` is another form of a joint graph, with what can be computed in slices.
+* Other forms of a joint graph: ``tiling`` with what can be computed in slices, ``fusing`` with runs of ops in one kernel.
 * Gradients are added and laid out as in eager mode: ``_sums``, ``_ports``, ``_tangents`` and ``_autocast``.
 * What is replaced in Dynamo while it traces: ``_buffers``, ``_compiled``, ``_constants``, ``_hook_order``, ``_masks``,
   ``_messages``, ``_numpy``; and ``_rows`` and ``packed`` sequences, of which some are found ``_early``.
@@ -27,15 +27,17 @@ if TYPE_CHECKING or not unknown_torch():
     from lightning_remat.capture._layouts import real_layout
     from lightning_remat.capture._nodes import is_tensor, target_name
     from lightning_remat.capture._ops import PARTS
+    from lightning_remat.capture.fusing import Fusing
     from lightning_remat.capture.tiling import Tiling
 else:
     PARTS = Autocast = CapturedGraph = _torch = from_joint = is_compiled = Unavailable(unknown_torch())
-    is_tensor = name_assertions = real_layout = stays = target_name = Tiling = PARTS
+    is_tensor = name_assertions = real_layout = stays = target_name = Fusing = Tiling = PARTS
 
 __all__ = [
     "PARTS",
     "Autocast",
     "CapturedGraph",
+    "Fusing",
     "OpCall",
     "Source",
     "TensorSpec",

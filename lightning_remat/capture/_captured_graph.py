@@ -14,6 +14,7 @@ from lightning_remat.capture._call import OpCall
 from lightning_remat.capture._nodes import new_values
 from lightning_remat.capture._sizes import Sizes, Symbol
 from lightning_remat.capture._torch import largest, output_of_tangent
+from lightning_remat.capture.fusing import Fusing
 from lightning_remat.capture.tiling import Tiling
 from lightning_remat.graph import ComputationGraph, TensorRole
 
@@ -46,8 +47,9 @@ class CapturedGraph:
         symbols: those that sizes of tensors depend on, and their nodes among ``primals``.
         device: where most of the step's bytes are.
         real_bytes: bytes on ``device``, by storage, where measuring has found others than tracing says.
-        untiled: the graph with costs that it is another form of (see `tiled`); ``None`` for one as it was captured.
+        untiled: the graph with costs that it is another form of (see `tiled` and `fused`); ``None`` for one as it was captured.
         tiling: which form it is.
+        fusing: how runs of its ops are fused; ``None`` where none are.
     """
 
     graph: ComputationGraph
@@ -68,10 +70,12 @@ class CapturedGraph:
     device: torch.device
     _read: Callable[[Sizes], CapturedGraph]
     _tile: Callable[[Tiling], Callable[[Sizes], CapturedGraph] | None] = lambda _tiling: None
+    _fuse: Callable[[Fusing], Callable[[Sizes], CapturedGraph] | None] = lambda _fusing: None
     _order: tuple[int, ...] = ()
     real_bytes: Mapping[int, int] = dataclasses.field(default_factory=dict)
     untiled: CapturedGraph | None = None
     tiling: Tiling | None = None
+    fusing: Fusing | None = None
 
     def at(self, sizes: Sequence[int]) -> CapturedGraph:
         """The same ops in the same order, without costs, for these ``sizes`` in the place of ``symbols``, one each."""
@@ -86,6 +90,16 @@ class CapturedGraph:
         """
         read = self._tile(tiling)
         return None if read is None else dataclasses.replace(read(self.sizes), untiled=self, tiling=tiling)
+
+    def fused(self, fusing: Fusing) -> CapturedGraph | None:
+        """The same step, with runs of ops in one kernel each (see ``fusing``); without costs, in the captured order.
+
+        ``None`` where there are none.
+        """
+        read = self._fuse(fusing)
+        if read is None:
+            return None
+        return dataclasses.replace(read(self.sizes), untiled=self.untiled or self, tiling=self.tiling, fusing=fusing)
 
     def reordered(self, order: Sequence[int]) -> CapturedGraph:
         """A copy with the ops in another order, given as indices into the present one."""

@@ -34,6 +34,7 @@ from lightning_remat.capture._torch import (
     is_parameter,
     overwritten,
 )
+from lightning_remat.capture.fusing import Fusing
 from lightning_remat.capture.rewritings import HandOver, rewrite
 from lightning_remat.capture.tiling import Tiling
 from lightning_remat.errors import CaptureError
@@ -82,13 +83,17 @@ def from_joint(
             reader = _Reader(
                 module, forward_outputs, backward_outputs, set(static_inputs), list(parameters), name, sizes, symbols
             )
-            return dataclasses.replace(reader.read(), _read=read, _tile=tile)
+            return dataclasses.replace(reader.read(), _read=read, _tile=tile, _fuse=fuse)
+
+        def tile(tiling: Tiling) -> Callable[[Sizes], CapturedGraph] | None:
+            other = copy_of(module)
+            return readable(other) if tiling.of(other.graph) else None
+
+        def fuse(fusing: Fusing) -> Callable[[Sizes], CapturedGraph] | None:
+            other = copy_of(module)
+            return readable(other) if fusing.of(other.graph, num_fwd_outputs) else None
 
         return read
-
-    def tile(tiling: Tiling) -> Callable[[Sizes], CapturedGraph] | None:
-        other = copy_of(module)
-        return readable(other) if tiling.of(other.graph) else None
 
     symbols = symbols_among(module.graph)
     return readable(module)(Sizes({symbol: hint(node.meta["val"]) for symbol, node in symbols.items()}))

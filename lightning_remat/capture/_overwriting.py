@@ -15,10 +15,10 @@ import torch
 
 from lightning_remat.capture._call import TensorSpec
 from lightning_remat.capture._ops import is_elementwise
+from lightning_remat.capture._own_functions import writes_over
 from lightning_remat.capture._scatters import writes_part
 from lightning_remat.capture._torch import OpOverload, real_tensors, run_on_cpu
 from lightning_remat.capture.tiling._losses import LOGITS, gradient_of_rows
-from lightning_remat.capture.tiling._sliced import writes_over
 
 aten = torch.ops.aten
 

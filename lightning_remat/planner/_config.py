@@ -16,6 +16,7 @@ from lightning_remat.solvers import available, options_of
 
 ALLOCATORS = ("auto", "leave")
 TILINGS = ("exact", "losses", "off")
+FUSINGS = ("exact", "fast", "off")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,8 @@ class RematConfig:
         cuda_graphs: record forward and backward of each captured graph as CUDA graphs after a few steps, and replay them: small
             and medium steps take less time, since nothing waits for Python. What cannot be recorded runs as before. Without
             effect on other devices.
+        fuse: ``"exact"`` has runs of elementwise ops compiled into one kernel each, where that kernel has the same bits and the
+            step costs less so; ``"fast"`` takes any such kernel, and bits may differ from eager mode's; ``"off"`` runs each op.
 
     Raises:
         ConfigError, BudgetError: on construction, saying what was given and what is accepted.
@@ -62,6 +65,7 @@ class RematConfig:
     allocator: str = "auto"
     tiling: str = "exact"
     cuda_graphs: bool = False
+    fuse: str = "off"
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
@@ -83,6 +87,8 @@ class RematConfig:
             raise ConfigError(f"allocator={self.allocator!r}: give one of {', '.join(map(repr, ALLOCATORS))}")
         if self.tiling not in TILINGS:
             raise ConfigError(f"tiling={self.tiling!r}: give one of {', '.join(map(repr, TILINGS))}")
+        if self.fuse not in FUSINGS:
+            raise ConfigError(f"fuse={self.fuse!r}: give one of {', '.join(map(repr, FUSINGS))}")
         cost_model(self.cost_model)
 
     @classmethod

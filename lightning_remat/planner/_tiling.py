@@ -1,4 +1,4 @@
-"""Which form of a step is planned: as it was captured, or with what can be computed in slices."""
+"""Which form of a step is planned: as it was captured, with what can be computed in slices, or with runs of ops fused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from lightning_remat.capture import CapturedGraph, Tiling
+from lightning_remat.capture import CapturedGraph, Fusing, Tiling
 from lightning_remat.errors import InfeasibleBudgetError
 from lightning_remat.planner._plan import Plan
 from lightning_remat.solvers import Problem, Status
@@ -21,9 +21,11 @@ this share."""
 WORTH_IT = 0.01
 """With the budget ``"min"``, the share by which a peak may be over the smallest of all forms, where that takes less time."""
 
-_TOLD = {
+_TOLD: dict[Tiling | Fusing, str] = {
     Tiling.LOSSES: "its losses over classes are computed in slices of rows",
     Tiling.CHAINS: "chains of its ops are computed in slices, and again in the backward",
+    Fusing.EXACT: "runs of its ops are one kernel each",
+    Fusing.FAST: "runs of its ops are one kernel each, and bits may differ from eager mode's",
 }
 """What is said of a plan of each form."""
 
@@ -31,19 +33,28 @@ _Form = TypeVar("_Form")
 _Made = TypeVar("_Made")
 
 
-def forms(captured: CapturedGraph, *, fits: bool) -> Iterator[tuple[CapturedGraph, float]]:
+def forms(
+    captured: CapturedGraph, *, fits: bool, tiled: bool = True, fusing: Fusing | None = None
+) -> Iterator[tuple[CapturedGraph, float]]:
     """The forms in which to plan a step, each made when it is asked for.
 
     Args:
         captured: the step as it was captured.
-        fits: whether it is within the budget so: then there is no other form.
+        fits: whether it is within the budget so: then none is in slices.
+        tiled: whether any may be.
+        fusing: how runs of ops are fused, if they are: each form comes so first.
 
     Yields:
         A form, and the share over the step without rematerialization up to which a plan is good enough to ask for no more.
     """
-    if fits:
-        yield captured, 0.0
-        return
+    for form, good_enough in _in_slices(captured) if tiled and not fits else [(captured, 0.0)]:
+        fused = None if fusing is None else form.fused(fusing)
+        if fused is not None:
+            yield fused, good_enough
+        yield form, good_enough
+
+
+def _in_slices(captured: CapturedGraph) -> Iterator[tuple[CapturedGraph, float]]:
     losses = captured.tiled(Tiling.LOSSES)
     if losses is not None:
         yield losses, AS_CHEAP
@@ -95,12 +106,13 @@ def over(plan: Plan) -> int:
 
 
 def beside_untiled(plan: Plan, captured: CapturedGraph) -> Plan:
-    """The plan of a tiled form, with peak and time of the step without rematerialization as it was captured.
+    """The plan of another form, with peak and time of the step without rematerialization as it was captured.
 
     Its lower bound is no higher than that: a schedule of the step as it was captured may be as fast.
     """
-    if captured.untiled is None or captured.tiling is None:
+    if captured.untiled is None:
         return plan
+    told = (_TOLD[how] for how in (captured.tiling, captured.fusing) if how is not None)
     graph = captured.untiled.graph.replace(
         resident_bytes=plan.graph.resident_bytes, forward_resident_bytes=plan.graph.forward_resident_bytes
     )
@@ -113,5 +125,5 @@ def beside_untiled(plan: Plan, captured: CapturedGraph) -> Plan:
         baseline_seconds=baseline.seconds,
         lower_bound_seconds=min(plan.lower_bound_seconds, baseline.seconds),
         status=Status.FEASIBLE if plan.predicted_seconds > baseline.seconds else plan.status,
-        notes=(*plan.notes, _TOLD[captured.tiling]),
+        notes=(*plan.notes, *told),
     )

@@ -16,6 +16,7 @@ from lightning_remat.capture import (
     PARTS,
     Autocast,
     CapturedGraph,
+    Fusing,
     Tiling,
     from_joint,
     name_assertions,
@@ -180,8 +181,10 @@ class _Reading:
         )
         return captured, sums
 
-    def again(self, frame: internals.Frame, sums: Sums, tiling: Tiling | None, layouts: Layouts) -> CapturedGraph:
-        """The graph, or a tiled form of it, traced once more for gradients of these layouts.
+    def again(
+        self, frame: internals.Frame, sums: Sums, tiling: Tiling | None, fusing: Fusing | None, layouts: Layouts
+    ) -> CapturedGraph:
+        """The graph, or another form of it, traced once more for gradients of these layouts.
 
         Raises:
             CaptureError: where other gradients would be sums than in the first trace.
@@ -193,6 +196,9 @@ class _Reading:
         form = captured if tiling is None else captured.tiled(tiling)
         if form is None:
             raise CaptureError("nothing in it can be computed in slices then")
+        form = form if fusing is None else form.fused(fusing)
+        if form is None:
+            raise CaptureError("nothing in it can be fused then")
         return form
 
 
@@ -297,7 +303,7 @@ class _Handed:
         plans, captured, number = self._step.plans, planned.captured, planned.number
         schedule = plans.all[number].schedule
         planned.buffers.add(number, captured, schedule)
-        again = functools.partial(self._reading.again, self._frame, self._sums, captured.tiling)
+        again = functools.partial(self._reading.again, self._frame, self._sums, captured.tiling, captured.fusing)
         arrivals = Arrivals(exchange, again)
         arrivals.add(0, captured, schedule)
         graph = Graph(

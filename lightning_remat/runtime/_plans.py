@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_remat.capture import CapturedGraph, Tiling
+from lightning_remat.capture import CapturedGraph, Fusing, Tiling
 from lightning_remat.capture import _torch as internals
 from lightning_remat.errors import InfeasibleBudgetError, ScheduleError
 from lightning_remat.graph import ComputationGraph
@@ -148,29 +148,30 @@ class Plans:
             form, more_seconds = self.planning.measured(form)
             return planned(with_late_gradients(form), cost_seconds + more_seconds, budget_bytes)
 
-        tiling = self._tiling(captured, whole)
-        if tiling == "exact":
+        config, alone = self.planning.config, self._alone(captured, whole)
+        fusing = Fusing(config.fuse) if alone and config.fuse != "off" else None
+        if alone and (config.tiling == "exact" or fusing is not None):
             within = around.put_around(captured, weights)
             fits, budget_bytes = self.planning.fits(captured, within, around.held_bytes)
             smallest = budget_bytes is None
             captured, problem, plan = cheapest(
-                forms(captured, fits=fits),
+                forms(captured, fits=fits, tiled=config.tiling == "exact", fusing=fusing),
                 functools.partial(made, budget_bytes=budget_bytes),
                 operator.itemgetter(2),
                 smallest=smallest,
             )
         else:
-            losses = captured.tiled(Tiling.LOSSES) if tiling == "losses" else None
+            losses = captured.tiled(Tiling.LOSSES) if alone and config.tiling == "losses" else None
             captured, problem, plan = made(losses or captured)
         self.planning.allocator.arrange(plan.footprint, captured.device)
         return captured, problem, plan, around, memory
 
-    def _tiling(self, captured: CapturedGraph, whole: bool) -> str:
-        """The configured tiling, where a graph is the whole of a call, and its sizes do not vary; else ``"off"``.
+    def _alone(self, captured: CapturedGraph, whole: bool) -> bool:
+        """Whether a graph is the whole of a call, and its sizes do not vary: then it may be planned in other forms.
 
         How much the step without rematerialization holds at other sizes is told by the form that is planned.
         """
-        return self.planning.config.tiling if whole and not captured.symbols and not self._call.ran else "off"
+        return whole and not captured.symbols and not self._call.ran
 
     def made(
         self,

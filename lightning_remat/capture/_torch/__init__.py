@@ -79,6 +79,7 @@ if TYPE_CHECKING or not unknown_torch():
         source_name,
     )
     from lightning_remat.capture._torch._handlers import replaced_handlers
+    from lightning_remat.capture._torch._inductor import cast, compile_ops
     from lightning_remat.capture._torch._loggers import logging_calls
     from lightning_remat.capture._torch._profiler import (
         allocations,
@@ -167,9 +168,11 @@ __all__ = [
     "calls_cudnn",
     "capture_failures",
     "captured_node",
+    "cast",
     "collected",
     "compare_handlers",
     "compile_frame",
+    "compile_ops",
     "computed",
     "copied",
     "default_store",

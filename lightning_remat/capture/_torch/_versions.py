@@ -62,7 +62,7 @@ NAMES = {
     "torch._functorch._aot_autograd.schemas": "MemoryFormatMeta PlainTensorMeta",
     "torch._functorch.aot_autograd": "run_functionalized_fw_and_collect_metadata",
     "torch._functorch.config": "donated_buffer patch",
-    "torch._guards": "Source TracingContext.get",
+    "torch._guards": "Source TracingContext.get tracing",
     "torch._inductor.config": "fallback_random patch",
     "torch._ops": "HigherOrderOperator OpOverload",
     "torch._refs": "",
@@ -98,6 +98,12 @@ NAMES = {
     "torch.utils._sympy.symbol": "SymT.FLOAT symbol_is_type",
 }
 """The private names of torch that are used, by the module or object that has them; ``add`` stands for any op."""
+
+LATER_NAMES = {
+    "torch._inductor.compile_fx": "compile_fx_inner",
+    "torch._inductor.decomposition": "select_decomp_table",
+}
+"""Likewise, names that are imported where ops are fused, since that takes long: where they are gone, none are."""
 
 SHOWN = 4
 """The most missing names that a message gives."""

@@ -8,7 +8,6 @@ there as a whole, neither while an op runs nor from the forward to the backward.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -16,9 +15,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import torch
 import torch.fx
 
-from lightning_remat.capture import _effects, _ops
+from lightning_remat.capture import _ops
 from lightning_remat.capture._call import TensorSpec
 from lightning_remat.capture._nodes import is_tensor, primals_and_tangents
+from lightning_remat.capture._sorting import sort
 from lightning_remat.capture._torch import hint
 from lightning_remat.capture.tiling._losses import pick_targets
 from lightning_remat.capture.tiling._rounding import rounds_alike
@@ -45,7 +45,7 @@ def tile_chains(graph: torch.fx.Graph) -> bool:
             region = search.around(seed)
             if region is not None:
                 found += region.replace(graph)
-    return found > 0 and _sort(graph)
+    return found > 0 and sort(graph)
 
 
 class _Search:
@@ -239,34 +239,6 @@ def put(
             item = graph.call_function(operator.getitem, (made, number), name=f"{node.name}_of_slices")
         item.meta = {**meta, "val": node.meta["val"]}
         node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
-
-
-def _sort(graph: torch.fx.Graph) -> bool:
-    """Put nodes that are read before they are computed where they are needed first; all others stay in order.
-
-    So do random ops, and those with effects, among each other; returns whether they can.
-    """
-    needed = {node: list(node.all_input_nodes) for node in graph.nodes}
-    kept = [node for node in graph.nodes if _effects.keeps_its_place(node)]
-    for earlier, later in itertools.pairwise(kept):
-        needed[later].append(earlier)
-    placed: dict[Node, None] = {}
-    for node in graph.nodes:
-        waiting, begun = [node], set[Node]()
-        while waiting:
-            missing = [one for one in needed[waiting[-1]] if one not in placed]
-            if missing and waiting[-1] in begun:
-                return False
-            begun.add(waiting[-1])
-            if missing:
-                waiting += missing
-            else:
-                placed[waiting.pop()] = None
-    end = graph.output_node()
-    for node in placed:
-        if node.op not in ("placeholder", "output"):
-            end.prepend(node)
-    return True
 
 
 def _outer_views(ops: Collection[Node]) -> Iterator[Node]:

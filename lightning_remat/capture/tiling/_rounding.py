@@ -62,7 +62,7 @@ def rounds_alike(node: torch.fx.Node, cells: int, counts: Iterable[int]) -> bool
         counts: how many cells slices have.
     """
     value = node.meta["val"]
-    if value.device.type != "cpu" or _is_rounded(node):
+    if value.device.type != "cpu" or is_rounded(node):
         return True
     specs = [TensorSpec.of(one.meta["val"], hint) for one in (node, *node.all_input_nodes)]
     if not all(spec.contiguous for spec in specs):
@@ -80,7 +80,8 @@ def _leaves_over(elements: int, lanes: int) -> bool:
     return elements % lanes > 0 or -(-elements // max(1, threads)) % lanes > 0
 
 
-def _is_rounded(node: torch.fx.Node) -> bool:
+def is_rounded(node: torch.fx.Node) -> bool:
+    """Whether an op does one operation which is rounded as IEEE 754 says, or none that rounds, on the CPU."""
     if node.target is _ops.dropout_noise:
         return True
     if not isinstance(node.target, OpOverload):

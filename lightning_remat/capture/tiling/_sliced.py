@@ -7,12 +7,12 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.fx
 
 from lightning_remat.capture._call import TensorSpec
+from lightning_remat.capture._own_functions import named
 from lightning_remat.capture._torch import real_tensors
 
 Grid = tuple[int, ...]
@@ -133,21 +133,11 @@ class Chain:
         def in_slices(*tensors: torch.Tensor, out: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
             return self.run(*tensors, out=out)
 
-        in_slices.__name__ = in_slices.__qualname__ = self.name
-        in_slices.__dict__[_OVERWRITABLE] = self.overwritable
-        return in_slices
+        return named(in_slices, self.name, self.overwritable)
 
 
 def _empty(spec: TensorSpec) -> torch.Tensor:
     return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-
-
-_OVERWRITABLE = "overwritable"
-
-
-def writes_over(target: Any, position: int) -> bool:
-    """Whether a chain's function may write its first result over this one of its arguments."""
-    return position in getattr(target, _OVERWRITABLE, ())
 
 
 _SEEN: dict[str, bool] = {}

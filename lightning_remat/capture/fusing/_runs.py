@@ -1,0 +1,213 @@
+"""Runs of ops in the order of an unscheduled step: those between two others that hang together are one op.
+
+A run ends where something else reads what it has computed: so nothing outside lies between its ops, and it can be in the
+place of the last. Forward and backward share none. A backward's run computes again what takes it no more memory to read than
+the forward's result would (`_compute_again`): noise of a mask, a sum of what is kept for another op.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Collection, Sequence
+
+import torch
+import torch.fx
+
+from lightning_remat.capture import _ops
+from lightning_remat.capture._call import TensorSpec
+from lightning_remat.capture._nodes import primals_and_tangents, producer
+from lightning_remat.capture._order import execution_order
+from lightning_remat.capture._sorting import sort
+from lightning_remat.capture._torch import hint
+from lightning_remat.capture.fusing._fused import Run
+from lightning_remat.capture.fusing._rules import CONSTANTS, is_inside_view, may_be_fused
+from lightning_remat.graph import Phase
+
+Node = torch.fx.Node
+
+MOST_TENSORS = 24
+"""The most tensors that a run reads and returns: all of them are there at once while it runs."""
+
+
+def fuse_runs(graph: torch.fx.Graph, num_fwd_outputs: int, *, exact: bool) -> bool:
+    """Put one function in the place of each run of ops in a joint graph; returns whether there are any."""
+    _compute_again(graph, num_fwd_outputs, exact)
+    found = 0
+    for members in _runs(_order(graph, num_fwd_outputs), exact):
+        found += _replace(graph, members, exact)
+    return found > 0 and sort(graph)
+
+
+def _order(graph: torch.fx.Graph, num_fwd_outputs: int) -> list[tuple[Node, Phase]]:
+    outputs = tuple(graph.output_node().args[0])  # type: ignore[arg-type]
+    _, tangents = primals_and_tangents(graph)
+    return execution_order(graph, tangents, outputs[:num_fwd_outputs], outputs[num_fwd_outputs:])
+
+
+# -- what is computed again -------------------------------------------------------------------------------------------
+
+
+def _compute_again(graph: torch.fx.Graph, num_fwd_outputs: int, exact: bool) -> None:
+    """Have the backward compute again what it reads of the forward, where all that this is made of is kept anyway."""
+    order = _order(graph, num_fwd_outputs)
+    backward = {node for node, phase in order if phase is Phase.BACKWARD}
+    backward |= {node for node in graph.nodes if producer(node) in backward}
+    kept = {source for node in backward for source in node.all_input_nodes if source not in backward}
+    for node, phase in order:
+        readers = {user for user in node.users if user in backward}
+        if phase is Phase.BACKWARD or not readers or not may_be_fused(node, exact):
+            continue
+        if not all(_at_hand(source, node, kept) for source in node.all_input_nodes):
+            continue
+        if not all(may_be_fused(reader, exact) for reader in readers):
+            continue
+        with graph.inserting_after(node):
+            again = graph.node_copy(node)
+        node.replace_all_uses_with(again, delete_user_cb=readers.__contains__)
+        kept.discard(node)
+
+
+def _at_hand(source: Node, node: Node, kept: Collection[Node]) -> bool:
+    """Whether it costs little to keep what an op reads: it is kept anyway, or small beside the op's result.
+
+    What the step is given is not: it may be changed before the backward, in which eager mode reads what it has computed.
+    """
+    if source.target in CONSTANTS:
+        return True
+    root = source
+    while _ops.is_view(root.target):
+        root = root.all_input_nodes[0]
+    return root.op == "call_function" and (source in kept or _nbytes(source) * 4 <= _nbytes(node))
+
+
+# -- finding runs -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(eq=False)
+class _Members:
+    """The ops of a run, in order, and the views of their results that they read."""
+
+    backward: bool
+    ops: list[Node]
+    views: set[Node] = dataclasses.field(default_factory=set)
+
+    def is_read_by(self, node: Node) -> bool:
+        return any(source in self.ops or source in self.views for source in node.all_input_nodes)
+
+    def may_take(self, node: Node, backward: bool) -> bool:
+        """Whether a run is of the same phase and device, and takes few enough tensors with another op."""
+        tensors = {one for op in (*self.ops, node) for one in (op, *op.all_input_nodes)} - self.views
+        alike = self.ops[0].meta["val"].device == node.meta["val"].device
+        return self.backward == backward and alike and len(tensors) <= MOST_TENSORS
+
+    def reads_with(self, node: Node) -> bool:
+        """Whether an op reads a tensor that the run reads, and makes as many numbers."""
+        read = {source for op in self.ops for source in op.all_input_nodes}
+        return not read.isdisjoint(node.all_input_nodes) and self.ops[-1].meta["val"].shape == node.meta["val"].shape
+
+
+def _merged(runs: Sequence[_Members]) -> _Members:
+    """One run of several, that has yet to take the op that reads them; ``runs[0]`` itself where there is one."""
+    ops = [op for run in runs for op in run.ops]
+    return _Members(runs[0].backward, ops, set().union(*(run.views for run in runs)))
+
+
+def _runs(order: Sequence[tuple[Node, Phase]], exact: bool) -> list[_Members]:
+    """The runs of a step."""
+    done: list[_Members] = []
+    waiting: list[_Members] = []
+    last: _Members | None = None  # with nothing but views since
+    for node, phase in order:
+        backward = phase is Phase.BACKWARD
+        read = [run for run in waiting if run.is_read_by(node)]
+        if is_inside_view(node):
+            for run in read:
+                run.views.add(node)
+            continue
+        fusible = may_be_fused(node, exact)
+        joined = read or ([last] if last in waiting and last is not None and last.reads_with(node) else [])
+        waiting = [run for run in waiting if run not in read and run not in joined]
+        if fusible:
+            run = _Members(backward, [node]) if not joined else _merged(joined)
+            if joined and run.may_take(node, backward):
+                run.ops.append(node)
+            elif joined:
+                done += read
+                waiting += [run for run in joined if run not in read]
+                run = _Members(backward, [node])
+            waiting.append(run)
+            last = run
+        else:
+            done += read
+            last = None
+    return [run for run in (*done, *waiting) if len(run.ops) > 1]
+
+
+# -- putting a function in their place --------------------------------------------------------------------------------
+
+
+def _replace(graph: torch.fx.Graph, members: _Members, exact: bool) -> bool:
+    """Put a compiled function in the place of a run's ops; returns whether there is one, with eager's numbers if ``exact``."""
+    ops, number = set(members.ops), {node: number for number, node in enumerate(graph.nodes)}
+    views = sorted(members.views, key=number.__getitem__)
+    read_outside = set[Node]()
+    for view in reversed(views):  # views that others read stay, and are of the function's result
+        if any(user not in ops and (user not in members.views or user in read_outside) for user in view.users):
+            read_outside.add(view)
+    stays = [
+        node for node in members.ops if any(_is_outside(user, ops, members.views, read_outside) for user in node.users)
+    ]
+    returned = sorted(stays, key=_nbytes, reverse=True)
+    program, inputs = _program(sorted((*ops, *views), key=number.__getitem__), returned)
+    run = Run(
+        program,
+        tuple(_spec(node) for node in inputs),
+        tuple(_spec(node) for node in returned),
+        exact,
+    )
+    kernel = run.kernel()
+    if kernel is None:
+        return False
+    largest, place = returned[0], max(members.ops, key=number.__getitem__)
+    meta = {key: value for key, value in largest.meta.items() if key not in ("val", "tensor_meta", "from_node")}
+    with graph.inserting_after(place):
+        made = graph.call_function(run.function(kernel), tuple(inputs), name=f"{largest.name}_fused")
+    made.meta = {**meta, "val": tuple(node.meta["val"] for node in returned)}
+    for place_of, node in reversed(list(enumerate(returned))):
+        with graph.inserting_after(made):
+            item = graph.call_function(operator.getitem, (made, place_of), name=f"{node.name}_of_fused")
+        item.meta = {**meta, "val": node.meta["val"]}
+        node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in ops)
+    for node in sorted((*ops, *views), key=number.__getitem__, reverse=True):
+        if node in ops or not node.users:
+            graph.erase_node(node)
+    return True
+
+
+def _is_outside(user: Node, ops: Collection[Node], views: Collection[Node], read_outside: Collection[Node]) -> bool:
+    return user in read_outside or (user not in ops and user not in views)
+
+
+def _program(nodes: Sequence[Node], returned: Sequence[Node]) -> tuple[torch.fx.GraphModule, list[Node]]:
+    """Ops, and views between them, as a graph of their own, and the nodes that are its inputs."""
+    program, values = torch.fx.Graph(), dict[Node, Node]()
+    outside = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in nodes)
+    inputs = [node for node in outside if node.target not in CONSTANTS]
+    for source in inputs:
+        values[source] = program.placeholder(f"given_{len(values)}")
+    for node in (*(node for node in outside if node not in values), *nodes):
+        args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+        values[node] = program.create_node("call_function", node.target, args, kwargs, name=f"made_{len(values)}")
+        values[node].meta["val"] = node.meta["val"]
+    program.output(tuple(values[node] for node in returned))
+    return torch.fx.GraphModule({}, program), inputs
+
+
+def _spec(node: Node) -> TensorSpec:
+    return TensorSpec.of(node.meta["val"], hint)
+
+
+def _nbytes(node: Node) -> int:
+    value = node.meta.get("val")
+    return _spec(node).nbytes if isinstance(value, torch.Tensor) else 0
