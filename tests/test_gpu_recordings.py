@@ -18,9 +18,14 @@ from lightning_remat.capture._torch import CudaTapes
 from lightning_remat.errors import RematWarning
 from lightning_remat.runtime._recordings import WARM_UP, Recorder
 from tests.helpers import training
-from tests.test_gpu import DTYPES, Factory, conv_net, deterministic, gpt2, pytestmark
+from tests.test_gpu import DTYPES, Factory, conv_net, deterministic, gpt2
 
-__all__ = ["deterministic", "pytestmark"]
+__all__ = ["deterministic"]
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 STEPS = WARM_UP + 6
 
