@@ -59,10 +59,17 @@ class Tapes(Protocol):
 
 @dataclasses.dataclass
 class _Known:
-    """What is known of the runs of one kind, as long as they run unrecorded."""
+    """What is known of the runs of one kind, as long as they run unrecorded.
+
+    Attributes:
+        runs: how many there were.
+        noted: what one of them did with random states; ``None`` before.
+        outputs: the devices of what it returned.
+    """
 
     runs: int = 0
     noted: Any = None
+    outputs: list[torch.device | None] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass
@@ -76,6 +83,8 @@ class _Recorded:
         fixed: ids of the other arguments.
         returned: what it returns to the step's caller, and
         saved: to its backward; tensors among both are read where they lie, and not owned.
+        elsewhere: by position, the devices of those that lie on another one where the forward is not recorded: states of fused
+            attention's dropout, which a backward that is not recorded reads in the host's memory.
         call: number of the call in which it was recorded: what that saved is owned by autograd's graph, so that the recorded
             backward frees it where it has read it.
         backward: replays the backward; ``None`` as long as there is none.
@@ -91,6 +100,7 @@ class _Recorded:
     fixed: frozenset[int]
     returned: list[Any]
     saved: list[Any]
+    elsewhere: dict[int, torch.device]
     call: int = 0
     backward: Tape | None = None
     key: Hashable = None
@@ -247,12 +257,14 @@ class Recorder:
             return run(args)  # type: ignore[no-any-return]
         if known.noted is None:
             with self._tapes.noted() as known.noted:
-                return run(args)  # type: ignore[no-any-return]
+                outputs: Sequence[Any] = run(args)
+            known.outputs = _devices(outputs)
+            return outputs
         if version not in self._ready:
             return run(args)  # type: ignore[no-any-return]
-        return self._record_forward(key, run, args, known.noted, returned)
+        return self._record_forward(key, run, args, known, returned)
 
-    def _record_forward(self, key: Hashable, run: Run, args: list[Any], noted: Any, returned: int) -> Sequence[Any]:
+    def _record_forward(self, key: Hashable, run: Run, args: list[Any], known: _Known, returned: int) -> Sequence[Any]:
         copied = {
             i: torch.empty_like(one).copy_(one)
             for i, one in enumerate(args)
@@ -261,13 +273,15 @@ class Recorder:
         given = [copied.get(i, one) for i, one in enumerate(args)]
         args.clear()
         try:
-            outputs, tape = self._tapes.record(run, list(given), noted)
+            outputs, tape = self._tapes.record(run, list(given), known.noted)
         except Exception as error:  # noqa: BLE001 - whatever torch raises: nothing was computed, and it runs as before
             self._leave(error)
             return run(given)  # type: ignore[no-any-return]
         kept = self._unowned(outputs, given)
         fixed = frozenset(id(one) for i, one in enumerate(given) if i not in copied)
-        recorded = self._recorded[key] = _Recorded(tape, given, copied, fixed, kept[:returned], kept[returned:])
+        elsewhere = _elsewhere(known.outputs[returned:], outputs[returned:])
+        recorded = _Recorded(tape, given, copied, fixed, kept[:returned], kept[returned:], elsewhere)
+        self._recorded[key] = recorded
         self.serial = recorded.call = self._shared.begun(recorded)
         return [*_copied_out(outputs[:returned], fixed), *outputs[returned:]]
 
@@ -275,7 +289,8 @@ class Recorder:
         """What a recorded forward has in common with a call; ``None`` for a call in which none is replayed."""
         if self._shared.waits or self._attempts == MOST_ATTEMPTS:
             return None
-        found: list[Hashable] = [version]
+        cudnn = torch.backends.cudnn  # of what decides which kernels run, what no new capture follows from
+        found: list[Hashable] = [version, cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic, cudnn.enabled]
         for i, one in enumerate(args):
             if not isinstance(one, torch.Tensor):
                 found.append(one)
@@ -304,15 +319,18 @@ class Recorder:
         if serial and serial != self._shared.serial:
             raise RuntimeError("what a forward has saved was overwritten: this is a defect of lightning_remat")
         recorded = self._shared.last if serial else None
+        # A recorded backward writes over what the forward has saved as soon as it has read it.
+        usual = usual and not internals.graph_is_kept()
         key = self._backward_key(version, args[saved:]) if usual else None
         if recorded is not None and recorded.backward is not None:
             if key == recorded.key and self._homes_are_free(recorded):
                 return self._replay_backward(recorded, recorded.backward, args, saved)
-            return run(args)  # type: ignore[no-any-return]
+            return run(_as_unrecorded(recorded, args))  # type: ignore[no-any-return]
         noted = known.noted if key is not None and (known := self._backwards.get(key)) is not None else None
         if recorded is not None and recorded.call == serial and noted is not None:
             return self._record_backward(recorded, key, run, args, saved, noted)
         if recorded is not None:
+            args = _as_unrecorded(recorded, args)
             self._drop(recorded)
         return self._unrecorded_backward(version, key, run, args)
 
@@ -346,7 +364,7 @@ class Recorder:
             self._drop(recorded)
             self._leave(error)
             again = [one for one in recorded.saved if isinstance(one, torch.Tensor)]
-            return run([*sizes, *again, *tangents])  # type: ignore[no-any-return]
+            return run(_as_unrecorded(recorded, [*sizes, *again, *tangents]))  # type: ignore[no-any-return]
         recorded.gradients = self._unowned(found, [found[i] for i in homes])
         recorded.backward, recorded.key, recorded.tangents, recorded.homes = tape, key, tangents, homes
         return self._gradients(recorded, first)
@@ -415,6 +433,24 @@ class Recorder:
         self._attempts = MOST_ATTEMPTS
         words = (str(error).strip().splitlines() or [""])[0]
         self._shared.told(f"{type(error).__name__}: {words}")
+
+
+def _devices(values: Sequence[Any]) -> list[torch.device | None]:
+    return [one.device if isinstance(one, torch.Tensor) else None for one in values]
+
+
+def _elsewhere(before: Sequence[torch.device | None], values: Sequence[Any]) -> dict[int, torch.device]:
+    """By position, the devices on which tensors were before, where they are on others now."""
+    pairs = enumerate(zip(before, _devices(values), strict=True))
+    return {i: device for i, (device, now) in pairs if device is not None and device != now}
+
+
+def _as_unrecorded(recorded: _Recorded, args: list[Any]) -> list[Any]:
+    """Arguments of a backward of a recorded forward, as one that is not recorded reads them; the list is the same."""
+    sizes = sum(not isinstance(one, torch.Tensor) for one in args)  # they come first
+    for i, device in recorded.elsewhere.items():
+        args[sizes + i] = args[sizes + i].to(device)
+    return args
 
 
 def _copied_out(values: Sequence[Any], fixed: frozenset[int] = frozenset()) -> list[Any]:

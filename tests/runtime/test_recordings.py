@@ -145,6 +145,19 @@ def test_what_is_still_to_be_read_is_not_written_over(tapes: list[FakeTapes]) ->
     assert max(replays(tapes)) >= 1
 
 
+def test_a_backward_that_keeps_what_was_saved_is_not_replayed(tapes: list[FakeTapes]) -> None:
+    """A recorded one writes over it: the memory is used again as soon as it has been read."""
+    _, module, step = pair()
+    data = batches(2 * UNRECORDED)
+    trained(module, step, data)
+    forward, backward = replays(tapes)
+    loss = step(data[0])
+    loss.backward(retain_graph=True)
+    assert replays(tapes) == [forward + 1, backward]
+    loss.backward()
+    assert replays(tapes) == [forward + 1, backward + 1]
+
+
 def test_gradients_that_are_held_are_not_written_over(tapes: list[FakeTapes]) -> None:
     eager, module, step = pair()
     for one, call in ((eager, eager), (module, step)):
@@ -216,6 +229,17 @@ def test_what_cannot_be_recorded_runs_as_before(tapes: list[FakeTapes], number: 
     assert all(map(same_bits, found, trained(eager, eager, data)))
     assert_same(module, eager)
     assert not step.failures and sum(replays(tapes)) == 0
+
+
+def test_what_lay_elsewhere_goes_back_there() -> None:
+    """On CUDA, states of fused attention's dropout: in the host's memory unless its forward is recorded."""
+    one, other = torch.zeros(2), torch.zeros(2, device="meta")
+    before = _recordings._devices([one, other, 3])
+    assert _recordings._elsewhere(before, [one, other, 3]) == {}
+    assert _recordings._elsewhere(before, [one, one, 3]) == {1: torch.device("meta")}
+    recorded = _recordings._Recorded(FakeTape(list, [], []), [], {}, frozenset(), [], [one, one], {1: other.device})
+    found = _recordings._as_unrecorded(recorded, [5, one, one, one])
+    assert [one.device.type for one in found[1:]] == ["cpu", "meta", "cpu"]
 
 
 def test_an_observed_step_is_not_replayed(tapes: list[FakeTapes]) -> None:

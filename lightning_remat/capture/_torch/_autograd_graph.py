@@ -173,6 +173,11 @@ def keep_saved(node: Any) -> None:
     setattr(node, _KEPT, _saved_tensors(node))
 
 
+def graph_is_kept() -> bool:
+    """Whether another backward may follow the one that runs (``retain_graph=True``)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
 def needs_kept(node: Any) -> bool:
     """Whether a backward can only come through a node because of `keep_saved`: autograd has given up what the node had saved,
     or it was written to since. (It may all be there still: ``retain_graph=True``.)

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -148,7 +149,7 @@ class CudaTapes:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
-        self._tapes: list[Tape] = []  # a pool is gone with its last graph
+        self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[Noted]:
@@ -179,9 +180,10 @@ class CudaTapes:
         taping = _Taping(noted, generator, states)
         for own in taping.own:
             graph.register_generator_state(own)
-        if self._pool is None:
+        if not self._tapes:  # the pool is gone with its last graph
             self._pool = torch.cuda.graph_pool_handle()
         safe = generator.clone_state()
+        _clear_workspaces()  # or there would be one more of each
         try:
             with (
                 torch.cuda.stream(torch.cuda.current_stream(self._device)),  # goes back to it, whatever is raised
@@ -191,12 +193,10 @@ class CudaTapes:
                 found = run(args)
         except BaseException:
             generator.graphsafe_set_state(safe)  # the other one may still count as being recorded
-            if not self._tapes:
-                self._pool = None
             raise
-        getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
+        _clear_workspaces()
         tape = Tape(graph, taping)
-        self._tapes.append(tape)
+        self._tapes.add(tape)
         tape.replay(kept)
         return found, tape
 
@@ -208,6 +208,11 @@ class CudaTapes:
         flat = torch.as_tensor(_Memory(tensor.data_ptr(), span * tensor.element_size()), device=tensor.device)
         made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return made.set_(flat.untyped_storage(), 0, tensor.shape, tensor.stride())
+
+
+def _clear_workspaces() -> None:
+    """Have cuBLAS give up its workspaces: it takes new ones with its next product on a stream."""
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
 
 
 def holders(tensor: torch.Tensor) -> int:
