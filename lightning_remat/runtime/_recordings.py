@@ -40,6 +40,10 @@ MOST = 16
 class Tape(Protocol):
     """One recorded run."""
 
+    @property
+    def stale(self) -> bool:
+        """Whether it must not be replayed any more."""
+
     def replay(self, args: Sequence[Any]) -> None:
         """Do once more what it did; states of random number generators are read from these arguments."""
 
@@ -245,7 +249,9 @@ class Recorder:
         if key is None:
             return run(args)  # type: ignore[no-any-return]
         recorded = self._recorded.get(key)
-        if recorded is not None:
+        if recorded is not None and recorded.tape.stale:
+            del self._recorded[key]
+        elif recorded is not None:
             for i, memory in recorded.copied.items():
                 memory.copy_(args[i])
             args.clear()
@@ -266,7 +272,7 @@ class Recorder:
 
     def _record_forward(self, key: Hashable, run: Run, args: list[Any], known: _Known, returned: int) -> Sequence[Any]:
         copied = {
-            i: torch.empty_like(one).copy_(one)
+            i: _memory_like(one).copy_(one)
             for i, one in enumerate(args)
             if isinstance(one, torch.Tensor) and i not in self._fixed
         }
@@ -297,8 +303,8 @@ class Recorder:
             elif not self._is_here(one):
                 return None
             else:
-                found.append(one.data_ptr() if i in self._fixed else (one.shape, one.stride()))
-        return tuple(found)
+                found.append(one.data_ptr() if i in self._fixed else _layout(one))
+        return None if None in found else tuple(found)
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -323,7 +329,7 @@ class Recorder:
         usual = usual and not internals.graph_is_kept()
         key = self._backward_key(version, args[saved:]) if usual else None
         if recorded is not None and recorded.backward is not None:
-            if key == recorded.key and self._homes_are_free(recorded):
+            if key == recorded.key and not recorded.backward.stale and self._homes_are_free(recorded):
                 return self._replay_backward(recorded, recorded.backward, args, saved)
             return run(_as_unrecorded(recorded, args))  # type: ignore[no-any-return]
         noted = known.noted if key is not None and (known := self._backwards.get(key)) is not None else None
@@ -350,7 +356,7 @@ class Recorder:
         self, recorded: _Recorded, key: Hashable, run: Run, args: list[Any], saved: int, noted: Any
     ) -> Sequence[Any]:
         accumulator = self._accumulator
-        tangents = [torch.empty_like(one).copy_(one) for one in args[saved:]]
+        tangents = [_memory_like(one).copy_(one) for one in args[saved:]]
         given = [*args[:saved], *tangents]
         sizes = [one for one in given if not isinstance(one, torch.Tensor)]
         args.clear()
@@ -385,7 +391,8 @@ class Recorder:
         if not all(isinstance(one, torch.Tensor) and self._is_here(one) for one in tangents):
             return None
         ways = self._accumulator.ways() if self._accumulator is not None else ()
-        return version, ways, tuple((one.shape, one.stride()) for one in tangents)
+        layouts = tuple(map(_layout, tangents))
+        return None if None in layouts else (version, ways, layouts)
 
     def _homes_are_free(self, recorded: _Recorded) -> bool:
         """Whether nobody but parameters holds gradients of earlier steps."""
@@ -433,6 +440,25 @@ class Recorder:
         self._attempts = MOST_ATTEMPTS
         words = (str(error).strip().splitlines() or [""])[0]
         self._shared.told(f"{type(error).__name__}: {words}")
+
+
+VECTOR_BYTES = 16
+"""Kernels read so many bytes at once, from the first address on that is a multiple: that may decide about last bits."""
+
+
+def _layout(tensor: torch.Tensor) -> Hashable:
+    """How a tensor lies in memory; ``None`` where its elements do not all have memory of their own."""
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return None
+    return tensor.shape, tensor.stride(), tensor.data_ptr() % VECTOR_BYTES
+
+
+def _memory_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for a tensor that lies as this one does (see `_layout`)."""
+    shift = tensor.data_ptr() % VECTOR_BYTES // tensor.element_size()
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    flat = torch.empty(shift + (span if tensor.numel() else 0), dtype=tensor.dtype, device=tensor.device)
+    return flat.as_strided(tensor.shape, tensor.stride(), shift)
 
 
 def _devices(values: Sequence[Any]) -> list[torch.device | None]:

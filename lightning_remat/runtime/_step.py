@@ -377,6 +377,7 @@ class ScheduledStep:
         numbers = [number for _, number in self._call.ran] or ([plain] if plain is not None else [])
         if self._reasons.gave_up or not numbers:
             return None
+        self._recordings.forget()
         ran = [self.last_plan] if self._call.ran and self.last_plan is not None else [self.plans[n] for n in numbers]
         largest = max(ran, key=lambda plan: plan.predicted_peak_bytes)
         if budget_bytes is None:

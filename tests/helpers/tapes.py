@@ -15,6 +15,7 @@ class FakeTape:
     def __init__(self, run: Callable[[list[Any]], Any], args: list[Any], outputs: Sequence[Any]) -> None:
         self.run, self.args, self.outputs = run, args, outputs
         self.replays = 0
+        self.stale = False
 
     def replay(self, _args: Sequence[Any]) -> None:
         self.replays += 1

@@ -231,6 +231,27 @@ def test_what_cannot_be_recorded_runs_as_before(tapes: list[FakeTapes], number: 
     assert not step.failures and sum(replays(tapes)) == 0
 
 
+def test_copies_lie_as_what_is_copied() -> None:
+    """Kernels read vectors from the first aligned address on."""
+    whole = torch.arange(60.0)
+    for one in (whole, whole[1:], whole[3:].view(3, 19)[:, ::2], whole.view(6, 10).t(), whole[:0], whole[5]):
+        made = _recordings._memory_like(one).copy_(one)
+        assert torch.equal(made, one)
+        assert _recordings._layout(made) == _recordings._layout(one) is not None
+    assert _recordings._layout(whole[:1].expand(4)) is None
+
+
+@pytest.mark.parametrize(
+    "view", [lambda x: x[1:], lambda x: x.t(), lambda x: x[:1].expand(8, 16)], ids=["shifted", "turned", "expanded"]
+)
+def test_batches_that_lie_otherwise(tapes: list[FakeTapes], view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    eager, module, step = pair()
+    data = [view(one) for one in batches(3 * UNRECORDED, 16)]
+    assert all(map(same_bits, trained(module, step, data), trained(eager, eager, data)))
+    assert_same(module, eager)
+    assert bool(replays(tapes)) == (0 not in data[0].stride())
+
+
 def test_what_lay_elsewhere_goes_back_there() -> None:
     """On CUDA, states of fused attention's dropout: in the host's memory unless its forward is recorded."""
     one, other = torch.zeros(2), torch.zeros(2, device="meta")
@@ -240,6 +261,23 @@ def test_what_lay_elsewhere_goes_back_there() -> None:
     recorded = _recordings._Recorded(FakeTape(list, [], []), [], {}, frozenset(), [], [one, one], {1: other.device})
     found = _recordings._as_unrecorded(recorded, [5, one, one, one])
     assert [one.device.type for one in found[1:]] == ["cpu", "meta", "cpu"]
+
+
+def test_what_is_stale_is_recorded_anew(tapes: list[FakeTapes]) -> None:
+    """Another recording failed, and has spoilt the random number generator."""
+    eager, module, step = pair()
+    data = batches(3 * UNRECORDED)
+    found = trained(module, step, data)
+    for tape in tapes[0].tapes:
+        tape.stale = True
+    before = replays(tapes)
+    assert all(
+        map(
+            same_bits, [*found, *trained(module, step, data)], trained(eager, eager, data) + trained(eager, eager, data)
+        )
+    )
+    after = replays(tapes)
+    assert after[: len(before)] == before and len(after) == 4 and min(after[2:]) >= 2
 
 
 def test_an_observed_step_is_not_replayed(tapes: list[FakeTapes]) -> None:

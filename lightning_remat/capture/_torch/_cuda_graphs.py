@@ -15,12 +15,16 @@ import dataclasses
 import functools
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 _now = threading.local()
+
+_spoilt: Counter[int] = Counter()
+"""How often a device's random number generator was exchanged, by the device's index (see `Tape.stale`)."""
 
 
 @dataclasses.dataclass
@@ -113,10 +117,17 @@ class Tape:
     Args:
         graph: replays it.
         taping: sets what random ops read.
+        device: index of the device.
     """
 
-    def __init__(self, graph: torch.cuda.CUDAGraph, taping: _Taping) -> None:
-        self._graph, self._taping = graph, taping
+    def __init__(self, graph: torch.cuda.CUDAGraph, taping: _Taping, device: int) -> None:
+        self._graph, self._taping, self._device = graph, taping, device
+        self._spoilt = _spoilt[device]
+
+    @property
+    def stale(self) -> bool:
+        """Whether it draws from a generator that is not the device's any more: it must not be replayed."""
+        return self._spoilt != _spoilt[self._device]
 
     def replay(self, args: Sequence[Any]) -> None:
         """Do once more what the run did, with the states of generators that are among these arguments."""
@@ -192,10 +203,12 @@ class CudaTapes:
             ):
                 found = run(args)
         except BaseException:
-            generator.graphsafe_set_state(safe)  # the other one may still count as being recorded
+            # The other one may still count as being recorded: it can draw no more.
+            generator.graphsafe_set_state(safe)
+            _spoilt[index] += 1
             raise
         _clear_workspaces()
-        tape = Tape(graph, taping)
+        tape = Tape(graph, taping, index)
         self._tapes.add(tape)
         tape.replay(kept)
         return found, tape
