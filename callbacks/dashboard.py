@@ -54,15 +54,16 @@ OVER = 0.01
 """Share by which a measured step may exceed its prediction before there is a warning."""
 
 
-def over_prediction(plan: Plan, peak: PeakMemory, measured_bytes: int) -> str:
+def over_prediction(plan: Plan, peak: PeakMemory, measured_bytes: int, recorded: bool = False) -> str:
     """The warning for a measured step that took more memory than its plan says; "" where it did not.
 
-    Reserved memory counts only if the step itself reserved more: segments may be left from a validation, say.
+    Reserved memory counts only if the step itself reserved more: segments may be left from a validation, say. Of steps that are
+    recorded (``cuda_graphs``) it does not count: they have segments of their own.
     """
     over = []
     if measured_bytes > (1 + OVER) * plan.predicted_allocated_bytes:
         over.append(f"{measured_bytes:,} bytes where {plan.predicted_allocated_bytes:,} were predicted")
-    reserved = peak.reserved_bytes if peak.reserved_more and plan.footprint is not None else None
+    reserved = peak.reserved_bytes if peak.reserved_more and plan.footprint is not None and not recorded else None
     if reserved is not None and reserved > (1 + OVER) * plan.predicted_reserved_bytes:
         over.append(f"{reserved:,} bytes of reserved memory where {plan.predicted_reserved_bytes:,} were predicted")
     if not over:

@@ -394,7 +394,7 @@ class RematCallback(Callback):
         self.measured_peak_bytes = max(measured, self.measured_peak_bytes or 0)
         log_metrics(trainer, measured_metrics(plan, measured, peak.reserved_bytes))
         scheduled = sum(self._step.runs) > runs  # a plan has run, and not the unchanged step
-        over = over_prediction(plan, peak, measured) if scheduled else ""
+        over = over_prediction(plan, peak, measured, self._step.recorded) if scheduled else ""
         if over and not self._over:
             self._over = True
             warnings.warn(over, RematWarning, stacklevel=2)

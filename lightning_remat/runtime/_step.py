@@ -315,6 +315,11 @@ class ScheduledStep:
             accumulator.alone = alone
         return alone
 
+    @property
+    def recorded(self) -> bool:
+        """Whether there are graphs that are recorded as CUDA graphs, or will be."""
+        return self._recordings.any
+
     # -- between calls ------------------------------------------------------------------------------------------------
 
     def left_out(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[str]:
