@@ -99,6 +99,22 @@ def test_the_weight_is_cast_in_slices(kind: str, shifted: bool) -> None:
     assert products_in_slices(step) == 3
 
 
+class OfTwoTargets(Model):
+    """Two losses of the same logits, which are those of rows."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.norm(functional.gelu(self.layer(self.embed(tokens.flatten())))))
+        losses = (functional.cross_entropy(logits, target.flatten()) for target in (tokens, tokens.flip(1)))
+        return sum(losses, torch.zeros(()))
+
+
+def test_two_losses_of_the_same_logits() -> None:
+    torch.manual_seed(0)
+    step = compared(OfTwoTargets("tied"))
+    assert whole_copies(step) == 0
+    assert products_in_slices(step) == 3
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_weight_that_is_not_cast_is_multiplied_whole(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -28,8 +28,8 @@ class Tiling(enum.Enum):
     def of(self, graph: torch.fx.Graph) -> bool:
         """Have what can be so computed in slices in a joint graph; returns whether there is any.
 
-        ``LOSSES`` takes no longer than the ops do; ``CHAINS``, losses among them, computes a chain's forward a second time in
-        the backward.
+        ``LOSSES`` takes no longer than the ops do, or little where heads are among them; ``CHAINS``, losses among them,
+        computes a chain's forward a second time in the backward.
         """
         logits = tile_losses(graph)
         tile_heads(graph, logits)

@@ -40,7 +40,7 @@ def tile_heads(graph: torch.fx.Graph, logits: Iterable[Node]) -> None:
         head: Any = made
         while head.target in _VIEWS:
             head = head.args[0]
-        if head.target in _PRODUCTS:
+        if head.target in _PRODUCTS and head.users:  # else it runs in slices already, for another loss
             _tile(graph, head)
 
 
@@ -125,7 +125,9 @@ class _Product:
             return None
         args: Any = made.args
         *bias, left, right = args
-        if right is not before[-1] or right in (*bias, left) or any(one.meta["val"].dim() != 1 for one in bias):
+        if right is not before[-1] or right in (*bias, left):
+            return None
+        if any(one.meta["val"].shape != made.meta["val"].shape[1:] for one in bias):
             return None
         weight = before[0].all_input_nodes[0]
         return cls(ops, {**dict.fromkeys(bias, 0), left: None, weight: len(before) % 2}, 1)
