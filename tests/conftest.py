@@ -6,12 +6,14 @@ import contextlib
 import gc
 import importlib.util
 import itertools
+import logging
 import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from lightning_remat.capture._torch import _tracing
 from lightning_remat.planner import _plan_cache
 from lightning_remat.solvers.common import _clock
 from lightning_remat.solvers.portfolio import _auto, _smallest_peak
@@ -31,16 +33,21 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # of the processes that tests start
 
 
+# Pytest listens to loggers that hand nothing on, and for a listener of this one torch writes down each graph that it captures.
+logging.getLogger("torch.__trace").propagate = True
+
 TESTS_BETWEEN_SEARCHES = 200
 _tests = itertools.count()
 
 
 @pytest.fixture(autouse=True)
-def _what_is_there_already_is_not_searched() -> None:
+def _what_is_there_already_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Modules and caches are millions of objects, and each measurement collects garbage, and looks for the tensors there are.
 
-    What is there when a test begins is set aside, and looked at again now and then: that takes seconds.
+    What is there when a test begins is set aside, and looked at again now and then: that takes seconds. Nor does each capture
+    count it to see whether there is any.
     """
+    monkeypatch.setattr(_tracing, "anything_frozen", lambda: True)
     if next(_tests) % TESTS_BETWEEN_SEARCHES == TESTS_BETWEEN_SEARCHES - 1:
         gc.unfreeze()
     gc.collect()

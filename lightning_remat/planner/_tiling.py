@@ -15,14 +15,15 @@ AS_CHEAP = 0.01
 """A plan is taken before other forms are planned if it costs no more than this share over the captured step."""
 
 DEAR = 0.2
-"""The form in which chains of ops run in slices, and a second time in the backward, is planned if the others cost more than
-this share."""
+"""The forms in which products of heads run in slices, and chains of ops, which run a second time in the backward, are planned
+if the others cost more than this share."""
 
 WORTH_IT = 0.01
 """With the budget ``"min"``, the share by which a peak may be over the smallest of all forms, where that takes less time."""
 
 _TOLD: dict[Tiling | Fusing, str] = {
     Tiling.LOSSES: "its losses over classes are computed in slices of rows",
+    Tiling.HEADS: "its losses over classes, and the products that these are of, are computed in slices",
     Tiling.CHAINS: "chains of its ops are computed in slices, and again in the backward",
     Fusing.EXACT: "runs of its ops are one kernel each",
     Fusing.FAST: "runs of its ops are one kernel each, and bits may differ from eager mode's",
@@ -59,9 +60,10 @@ def _in_slices(captured: CapturedGraph) -> Iterator[tuple[CapturedGraph, float]]
     if losses is not None:
         yield losses, AS_CHEAP
     yield captured, DEAR
-    chains = captured.tiled(Tiling.CHAINS)
-    if chains is not None:
-        yield chains, DEAR
+    for tiling in (Tiling.HEADS, Tiling.CHAINS):
+        form = captured.tiled(tiling)
+        if form is not None:
+            yield form, DEAR
 
 
 def cheapest(

@@ -61,10 +61,10 @@ class Model(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def compared(eager: Model, half: bool = True) -> Rematerialized:
+def compared(eager: Model, half: bool = True, tiling: str = "exact") -> Rematerialized:
     """Train with and without a plan of the smallest peak, and compare all bits."""
     module, tokens = copy.deepcopy(eager), torch.randint(0, CLASSES, (12, 30))
-    step = rematerialize(module, budget="min", time_limit=0.3, cost_model="flops")
+    step = rematerialize(module, budget="min", time_limit=0.3, cost_model="flops", tiling=tiling)
     assert all(map(torch.equal, seeded_losses(module, step, tokens, half), seeded_losses(eager, eager, tokens, half)))
     for (name, one), other in zip(module.named_parameters(), eager.parameters(), strict=True):
         assert one.grad is not None and other.grad is not None
@@ -99,10 +99,32 @@ def test_the_weight_is_cast_in_slices(kind: str, shifted: bool) -> None:
     assert products_in_slices(step) == 3
 
 
+class OfTwoTargets(Model):
+    """Two losses of the same logits, which are those of rows."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.head(self.norm(functional.gelu(self.layer(self.embed(tokens.flatten())))))
+        losses = (functional.cross_entropy(logits, target.flatten()) for target in (tokens, tokens.flip(1)))
+        return sum(losses, torch.zeros(()))
+
+
+def test_two_losses_of_the_same_logits() -> None:
+    torch.manual_seed(0)
+    step = compared(OfTwoTargets("tied"))
+    assert whole_copies(step) == 0
+    assert products_in_slices(step) == 3
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_weight_that_is_not_cast_is_multiplied_whole(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     assert products_in_slices(compared(Model("with bias").to(dtype), half=False)) == 0
+
+
+def test_where_losses_alone_are_asked_for_products_are_whole() -> None:
+    """Slices of products are ops of their own at each batch size, and batch sizes are predicted from others."""
+    torch.manual_seed(0)
+    assert products_in_slices(compared(Model("tied"), tiling="losses")) == 0
 
 
 def test_slices_that_would_have_other_bits_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:

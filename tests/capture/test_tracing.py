@@ -26,7 +26,11 @@ from torch.fx.experimental.sym_node import SymNode
 
 from lightning_remat import Rematerialized, rematerialize
 from lightning_remat.capture import _torch as internals
+from lightning_remat.capture._torch import _tracing
 from lightning_remat.capture._torch._loggers import unprinted
+
+ANYTHING_FROZEN = _tracing.anything_frozen
+"""As it is where no test stands in for it."""
 
 PLACES = [
     (torch.fx.GraphModule, "print_readable"),
@@ -173,8 +177,9 @@ def test_threads_that_train_at_once() -> None:
 
 
 @pytest.mark.parametrize("on", [True, False], ids=["on", "off"])
-def test_the_garbage_collector_leaves_alone_what_was_made_before(on: bool) -> None:
+def test_the_garbage_collector_leaves_alone_what_was_made_before(on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     gc.unfreeze()  # what the tests have frozen
+    monkeypatch.setattr(_tracing, "anything_frozen", ANYTHING_FROZEN)
     if not on:
         gc.disable()
     before = gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
@@ -192,7 +197,8 @@ def test_the_garbage_collector_leaves_alone_what_was_made_before(on: bool) -> No
         gc.freeze()
 
 
-def test_what_the_user_has_frozen_stays_so() -> None:
+def test_what_the_user_has_frozen_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_tracing, "anything_frozen", ANYTHING_FROZEN)
     gc.freeze()
     with internals.uncollected(), internals.collected():
         assert gc.isenabled()

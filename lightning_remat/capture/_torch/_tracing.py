@@ -37,6 +37,11 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+def anything_frozen() -> bool:
+    """Whether objects are kept out of garbage collection; it takes longer the more there are."""
+    return gc.get_freeze_count() > 0
+
+
 @contextlib.contextmanager
 def collected() -> Iterator[None]:
     """Inside of `uncollected`: with the garbage collector again, where it was on outside.
@@ -47,7 +52,7 @@ def collected() -> Iterator[None]:
     if not _COLLECTED_OUTSIDE or not _COLLECTED_OUTSIDE[0] or gc.isenabled():
         yield
         return
-    frozen, thresholds = gc.get_freeze_count(), gc.get_threshold()
+    frozen, thresholds = anything_frozen(), gc.get_threshold()
     if not frozen:  # else what the user has frozen would not stay so
         gc.freeze()
     gc.set_threshold(max(_SELDOM, thresholds[0]), *thresholds[1:])

@@ -23,17 +23,20 @@ class Tiling(enum.Enum):
     """What of a step is computed in slices."""
 
     LOSSES = "losses"
+    HEADS = "heads"
     CHAINS = "chains"
 
     def of(self, graph: torch.fx.Graph) -> bool:
         """Have what can be so computed in slices in a joint graph; returns whether there is any.
 
-        ``LOSSES`` takes no longer than the ops do; ``CHAINS``, losses among them, computes a chain's forward a second time in
-        the backward.
+        ``LOSSES`` takes no longer than the ops do, and is of the same ops at any batch size; ``HEADS``, losses among them,
+        takes a little longer; ``CHAINS``, both among them, computes a chain's forward a second time in the backward.
         """
         logits = tile_losses(graph)
-        tile_heads(graph, logits)
-        return tile_chains(graph) if self is Tiling.CHAINS else bool(logits)
+        if self is Tiling.LOSSES:
+            return bool(logits)
+        heads = tile_heads(graph, logits)
+        return heads if self is Tiling.HEADS else tile_chains(graph)
 
 
 __all__ = ["Tiling"]

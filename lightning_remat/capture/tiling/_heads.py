@@ -34,31 +34,39 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default)
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
-def tile_heads(graph: torch.fx.Graph, logits: Iterable[Node]) -> None:
-    """Have the products that make these logits, and those of their backward, run in slices, where these have the same bits."""
+def tile_heads(graph: torch.fx.Graph, logits: Iterable[Node]) -> bool:
+    """Have the products that make these logits, and those of their backward, run in slices, where these have the same bits.
+
+    Returns:
+        Whether any does.
+    """
+    found = False
     for made in logits:
         head: Any = made
         while head.target in _VIEWS:
             head = head.args[0]
-        if head.target in _PRODUCTS:
-            _tile(graph, head)
+        if head.target in _PRODUCTS and head.users:  # else it runs in slices already, for another loss
+            found |= _tile(graph, head)
+    return found
 
 
-def _tile(graph: torch.fx.Graph, head: Node) -> None:
+def _tile(graph: torch.fx.Graph, head: Node) -> bool:
     cast: Any = head.args[-1]
     while cast.target is aten.t.default:
         cast = cast.args[0]
     if not casts(cast):
-        return
+        return False
     spec = _spec(cast)
     if spec.device.type != "cpu" or spec.nbytes < 2 * least_bytes(spec.device):
-        return
+        return False
     readers = [_Product.of_cast(path) for path in _readers(cast)]
     gradients = list(_weight_gradients(head, cast))
     products = [one for one in readers if one is not None]
-    if len(products) == len(readers) and _put_all(graph, products):
-        for gradient in gradients:
-            _put_all(graph, [gradient])
+    if len(products) < len(readers) or not _put_all(graph, products):
+        return False
+    for gradient in gradients:
+        _put_all(graph, [gradient])
+    return True
 
 
 def _put_all(graph: torch.fx.Graph, products: Sequence[_Product]) -> bool:
@@ -125,7 +133,9 @@ class _Product:
             return None
         args: Any = made.args
         *bias, left, right = args
-        if right is not before[-1] or right in (*bias, left) or any(one.meta["val"].dim() != 1 for one in bias):
+        if right is not before[-1] or right in (*bias, left):
+            return None
+        if any(one.meta["val"].shape != made.meta["val"].shape[1:] for one in bias):
             return None
         weight = before[0].all_input_nodes[0]
         return cls(ops, {**dict.fromkeys(bias, 0), left: None, weight: len(before) % 2}, 1)

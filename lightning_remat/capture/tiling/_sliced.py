@@ -124,7 +124,7 @@ class Chain:
     @property
     def name(self) -> str:
         """The same for all chains of the same ops on tensors of the same shapes."""
-        facts = (self.program.code, self.grid, self.inputs, self.outputs)
+        facts = (self.program.code, self.grid, self.inputs, self.outputs, self.least_cells)
         return f"in_slices_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
 
     def function(self) -> Callable[..., tuple[torch.Tensor, ...]]:
