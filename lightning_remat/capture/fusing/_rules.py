@@ -26,6 +26,9 @@ Node = torch.fx.Node
 HALVES = (torch.bfloat16, torch.float16)
 """Dtypes of less than single precision: compiled code computes in that, and rounds its results."""
 
+_DTYPES = (torch.float64, torch.float32, *HALVES, torch.bool)
+"""Dtypes of an op's result."""
+
 CONSTANTS = (aten.scalar_tensor.default, aten.full.default)
 """Ops that read no tensor: a run makes their results itself."""
 
@@ -62,10 +65,10 @@ def may_be_fused(node: Node, exact: bool) -> bool:
     made, read = node.meta["val"], [one.meta["val"] for one in node.all_input_nodes]
     if not read or any(one.device != made.device or one.layout is not torch.strided for one in (made, *read)):
         return False
-    if not (made.dtype.is_floating_point or made.dtype is torch.bool) or not TensorSpec.of(made, hint).whole:
+    if made.dtype not in _DTYPES or not TensorSpec.of(made, hint).whole or made.numel() == 0:
         return False
     if node.target is aten.all.dim:
-        return read[0].dtype is torch.bool and 0 < read[0].numel() < MOST_COUNTED * max(1, made.numel())
+        return read[0].dtype is torch.bool and read[0].numel() < MOST_COUNTED * made.numel()
     if not exact and node.target in _NORMALIZING:
         return True
     if not is_elementwise(node):
