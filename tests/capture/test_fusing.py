@@ -171,6 +171,7 @@ ROUNDED_OTHERWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "random": lambda x: torch.rand_like(x),
     "whole numbers": lambda x: x.to(torch.int64),
     "cube in half precision": lambda x: x.to(torch.bfloat16).pow(3),
+    "whole numbers in half precision": lambda x: x.to(torch.bfloat16) * torch.arange(8),
     "what half precision has not": lambda x: x.to(torch.bfloat16) + 0.1,
     "twice rounded": lambda x: x.double().to(torch.bfloat16),
 }
