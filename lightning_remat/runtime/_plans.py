@@ -150,18 +150,18 @@ class Plans:
 
         config, alone = self.planning.config, self._alone(captured, whole)
         fusing = Fusing(config.fuse) if alone and config.fuse != "off" else None
+        losses = captured.tiled(Tiling.LOSSES) if alone and config.tiling == "losses" else None
         if alone and (config.tiling == "exact" or fusing is not None):
             within = around.put_around(captured, weights)
             fits, budget_bytes = self.planning.fits(captured, within, around.held_bytes)
             smallest = budget_bytes is None
             captured, problem, plan = cheapest(
-                forms(captured, fits=fits, tiled=config.tiling == "exact", fusing=fusing),
+                forms(losses or captured, fits=fits, tiled=config.tiling == "exact", fusing=fusing),
                 functools.partial(made, budget_bytes=budget_bytes),
                 operator.itemgetter(2),
                 smallest=smallest,
             )
         else:
-            losses = captured.tiled(Tiling.LOSSES) if alone and config.tiling == "losses" else None
             captured, problem, plan = made(losses or captured)
         self.planning.allocator.arrange(plan.footprint, captured.device)
         return captured, problem, plan, around, memory

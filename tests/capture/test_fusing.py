@@ -35,6 +35,12 @@ Function = Callable[..., tuple[torch.Tensor, ...]]
 SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan, 1e-41, -1e-41, 1e-39, 6e-8, 65504.0, -3e38, 1.0, -1.0, 0.5)
 
 
+ROUNDS_BETWEEN = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Whether compiled code for the CPU rounds to half precision within a kernel, if it is told to; older torch's does not."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16) if ROUNDS_BETWEEN else (torch.float32,)
+
+
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are planned with their runs fused, whatever it costs."""
@@ -165,6 +171,7 @@ ROUNDED_OTHERWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "random": lambda x: torch.rand_like(x),
     "whole numbers": lambda x: x.to(torch.int64),
     "cube in half precision": lambda x: x.to(torch.bfloat16).pow(3),
+    "whole numbers in half precision": lambda x: x.to(torch.bfloat16) * torch.arange(8),
     "what half precision has not": lambda x: x.to(torch.bfloat16) + 0.1,
     "twice rounded": lambda x: x.double().to(torch.bfloat16),
 }
@@ -179,6 +186,13 @@ def test_what_rounds_otherwise_may_not_be_fused(name: str) -> None:
     assert not may_be_fused(last, exact=True)
 
 
+@pytest.mark.skipif(ROUNDS_BETWEEN, reason="runs in half precision have their ops' bits")
+def test_what_is_not_rounded_in_between_is_seen() -> None:
+    x, y = (special((64, 129), torch.bfloat16, seed) for seed in (0, 1))
+    runs, found = fused(lambda x, y: ((x + y) * y,), x, y)
+    assert runs == 0 and same_bits(found[0], (x + y) * y)
+
+
 # -- runs -----------------------------------------------------------------------------------------------------------------
 
 
@@ -189,7 +203,7 @@ def test_dropout_and_a_sum() -> None:
         dropped = x * ops.dropout_noise(mask, x.dtype, 1.25)
         return dropped + y, dropped
 
-    for dtype in (torch.float32, torch.float16):
+    for dtype in DTYPES:
         x, y = special((3, 7, 37), dtype, 0), special((3, 7, 37), dtype, 1)
         program = torch.fx.Graph()
         given = [program.placeholder(name) for name in ("mask", "x", "y")]
@@ -251,7 +265,7 @@ STEPS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tens
 def test_random_runs(seed: int) -> None:
     """Of drawn ops on drawn shapes in drawn layouts."""
     draw = random.Random(seed)
-    dtype = draw.choice([torch.float32, torch.bfloat16, torch.float16])
+    dtype = draw.choice(DTYPES)
     shape = draw.choice([(5, 37), (3, 8, 64), (2, 3, 17, 19), (1, 1, 3), (64, 129)])
     steps = draw.choices(list(STEPS), k=draw.randrange(3, 9))
     x, y = special(shape, dtype, seed), special(shape, dtype, seed + 100)
@@ -329,7 +343,7 @@ def test_whole_steps(name: str, budget: float | str) -> None:
 @pytest.mark.long
 @pytest.mark.usefixtures("always")
 def test_autocast() -> None:
-    assert len(kernels(compared("convolutions", 0.6, half=True))) >= 5
+    assert len(kernels(compared("convolutions", 0.6, half=True))) >= (5 if ROUNDS_BETWEEN else 1)
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ import torch.fx
 from lightning_remat.capture import _ops
 from lightning_remat.capture._call import TensorSpec
 from lightning_remat.capture._nodes import is_tensor
-from lightning_remat.capture._torch import hint
+from lightning_remat.capture._torch import hint, real_tensors
 from lightning_remat.capture.tiling._rounding import is_rounded
 from lightning_remat.capture.tiling._rules import is_elementwise
 
@@ -25,6 +25,9 @@ Node = torch.fx.Node
 
 HALVES = (torch.bfloat16, torch.float16)
 """Dtypes of less than single precision: compiled code computes in that, and rounds its results."""
+
+_DTYPES = (torch.float64, torch.float32, *HALVES, torch.bool)
+"""Dtypes of an op's result."""
 
 CONSTANTS = (aten.scalar_tensor.default, aten.full.default)
 """Ops that read no tensor: a run makes their results itself."""
@@ -62,10 +65,10 @@ def may_be_fused(node: Node, exact: bool) -> bool:
     made, read = node.meta["val"], [one.meta["val"] for one in node.all_input_nodes]
     if not read or any(one.device != made.device or one.layout is not torch.strided for one in (made, *read)):
         return False
-    if not (made.dtype.is_floating_point or made.dtype is torch.bool) or not TensorSpec.of(made, hint).whole:
+    if made.dtype not in _DTYPES or not TensorSpec.of(made, hint).whole or made.numel() == 0:
         return False
     if node.target is aten.all.dim:
-        return read[0].dtype is torch.bool and 0 < read[0].numel() < MOST_COUNTED * max(1, made.numel())
+        return read[0].dtype is torch.bool and read[0].numel() < MOST_COUNTED * made.numel()
     if not exact and node.target in _NORMALIZING:
         return True
     if not is_elementwise(node):
@@ -85,8 +88,10 @@ def _rounds_alike(node: Node) -> bool:
     """Whether an op's kernel on the CPU, and compiled code, both round each element once."""
     if node.target is _ops.dropout_noise:
         return True
-    made = node.meta["val"].dtype
-    floats = {one.meta["val"].dtype for one in node.all_input_nodes if one.meta["val"].dtype.is_floating_point}
+    made, read = node.meta["val"].dtype, {one.meta["val"].dtype for one in node.all_input_nodes}
+    floats = {dtype for dtype in read if dtype.is_floating_point}
+    if made in HALVES and read - floats - {torch.bool}:
+        return False  # whole numbers, which may be rounded to half precision before the op
     if node.target is aten._to_copy.default:
         return not (torch.float64 in {made, *floats} and {made, *floats} & set(HALVES))
     if len(floats) > 1 or (made.is_floating_point and floats and made not in floats):
@@ -105,10 +110,6 @@ def _numbers(node: Node) -> list[float]:
 
 
 def _is_of(number: float, dtype: torch.dtype) -> bool:
-    """Whether a number has no other value in a dtype."""
-    info = torch.finfo(dtype)
-    if abs(number) > info.max or number == 0:
-        return number == 0
-    mantissa, _ = torch.frexp(torch.tensor(abs(number), dtype=torch.float64))
-    steps = float(mantissa) * 2 / info.eps
-    return abs(number) >= info.smallest_normal and steps == int(steps)
+    """Whether a number is one of a dtype's."""
+    with real_tensors():
+        return torch.tensor(number, dtype=torch.float64).to(dtype).item() == number

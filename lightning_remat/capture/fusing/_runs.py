@@ -32,7 +32,7 @@ MOST_TENSORS = 24
 
 def fuse_runs(graph: torch.fx.Graph, num_fwd_outputs: int, *, exact: bool) -> bool:
     """Put one function in the place of each run of ops in a joint graph; returns whether there are any."""
-    _compute_again(graph, num_fwd_outputs, exact)
+    _compute_again(graph, num_fwd_outputs)
     found = 0
     for members in _runs(_order(graph, num_fwd_outputs), exact):
         found += _replace(graph, members, exact)
@@ -48,7 +48,7 @@ def _order(graph: torch.fx.Graph, num_fwd_outputs: int) -> list[tuple[Node, Phas
 # -- what is computed again -------------------------------------------------------------------------------------------
 
 
-def _compute_again(graph: torch.fx.Graph, num_fwd_outputs: int, exact: bool) -> None:
+def _compute_again(graph: torch.fx.Graph, num_fwd_outputs: int) -> None:
     """Have the backward compute again what it reads of the forward, where all that this is made of is kept anyway."""
     order = _order(graph, num_fwd_outputs)
     backward = {node for node, phase in order if phase is Phase.BACKWARD}
@@ -56,11 +56,9 @@ def _compute_again(graph: torch.fx.Graph, num_fwd_outputs: int, exact: bool) -> 
     kept = {source for node in backward for source in node.all_input_nodes if source not in backward}
     for node, phase in order:
         readers = {user for user in node.users if user in backward}
-        if phase is Phase.BACKWARD or not readers or not may_be_fused(node, exact):
+        if phase is Phase.BACKWARD or not readers or not all(may_be_fused(one, exact=True) for one in (node, *readers)):
             continue
         if not all(_at_hand(source, node, kept) for source in node.all_input_nodes):
-            continue
-        if not all(may_be_fused(reader, exact) for reader in readers):
             continue
         with graph.inserting_after(node):
             again = graph.node_copy(node)
@@ -78,7 +76,7 @@ def _at_hand(source: Node, node: Node, kept: Collection[Node]) -> bool:
     root = source
     while _ops.is_view(root.target):
         root = root.all_input_nodes[0]
-    return root.op == "call_function" and (source in kept or _nbytes(source) * 4 <= _nbytes(node))
+    return root.op == "call_function" and (source in kept or _nbytes(source) * 2 <= _nbytes(node))
 
 
 # -- finding runs -----------------------------------------------------------------------------------------------------
@@ -98,7 +96,7 @@ class _Members:
     def may_take(self, node: Node, backward: bool) -> bool:
         """Whether a run is of the same phase and device, and takes few enough tensors with another op."""
         tensors = {one for op in (*self.ops, node) for one in (op, *op.all_input_nodes)} - self.views
-        alike = self.ops[0].meta["val"].device == node.meta["val"].device
+        alike = all(op.meta["val"].device == node.meta["val"].device for op in self.ops)
         return self.backward == backward and alike and len(tensors) <= MOST_TENSORS
 
     def reads_with(self, node: Node) -> bool:
@@ -107,10 +105,11 @@ class _Members:
         return not read.isdisjoint(node.all_input_nodes) and self.ops[-1].meta["val"].shape == node.meta["val"].shape
 
 
-def _merged(runs: Sequence[_Members]) -> _Members:
-    """One run of several, that has yet to take the op that reads them; ``runs[0]`` itself where there is one."""
+def _merged(runs: Sequence[_Members], backward: bool) -> _Members:
+    """One run of several, which hang together by the op that it has yet to take."""
     ops = [op for run in runs for op in run.ops]
-    return _Members(runs[0].backward, ops, set().union(*(run.views for run in runs)))
+    views = {view for run in runs for view in run.views}
+    return _Members(runs[0].backward if runs else backward, ops, views)
 
 
 def _runs(order: Sequence[tuple[Node, Phase]], exact: bool) -> list[_Members]:
@@ -125,22 +124,21 @@ def _runs(order: Sequence[tuple[Node, Phase]], exact: bool) -> list[_Members]:
             for run in read:
                 run.views.add(node)
             continue
-        fusible = may_be_fused(node, exact)
-        joined = read or ([last] if last in waiting and last is not None and last.reads_with(node) else [])
-        waiting = [run for run in waiting if run not in read and run not in joined]
-        if fusible:
-            run = _Members(backward, [node]) if not joined else _merged(joined)
-            if joined and run.may_take(node, backward):
-                run.ops.append(node)
-            elif joined:
-                done += read
-                waiting += [run for run in joined if run not in read]
-                run = _Members(backward, [node])
-            waiting.append(run)
-            last = run
-        else:
+        if not may_be_fused(node, exact):
+            waiting = [run for run in waiting if run not in read]
             done += read
             last = None
+            continue
+        beside = [last] if not read and last is not None and last.reads_with(node) else []
+        run = _merged([*read, *beside], backward)
+        if not run.may_take(node, backward):
+            done += read
+            run = _Members(backward, [])
+            beside = []
+        run.ops.append(node)
+        waiting = [one for one in waiting if one not in read and one not in beside]
+        waiting.append(run)
+        last = run
     return [run for run in (*done, *waiting) if len(run.ops) > 1]
 
 
@@ -150,22 +148,17 @@ def _runs(order: Sequence[tuple[Node, Phase]], exact: bool) -> list[_Members]:
 def _replace(graph: torch.fx.Graph, members: _Members, exact: bool) -> bool:
     """Put a compiled function in the place of a run's ops; returns whether there is one, with eager's numbers if ``exact``."""
     ops, number = set(members.ops), {node: number for number, node in enumerate(graph.nodes)}
-    views = sorted(members.views, key=number.__getitem__)
-    read_outside = set[Node]()
-    for view in reversed(views):  # views that others read stay, and are of the function's result
-        if any(user not in ops and (user not in members.views or user in read_outside) for user in view.users):
-            read_outside.add(view)
-    stays = [
-        node for node in members.ops if any(_is_outside(user, ops, members.views, read_outside) for user in node.users)
-    ]
+    inside, left = set(ops), set[Node]()  # views that lead to the run's ops, and those that others read, which stay
+    for view in sorted(members.views, key=number.__getitem__, reverse=True):
+        if not inside.isdisjoint(view.users):
+            inside.add(view)
+        if any(user in left or (user not in ops and user not in members.views) for user in view.users):
+            left.add(view)
+    read = {source for node in left for source in node.all_input_nodes}
+    stays = [node for node in members.ops if node in read or any(u not in ops | members.views for u in node.users)]
     returned = sorted(stays, key=_nbytes, reverse=True)
-    program, inputs = _program(sorted((*ops, *views), key=number.__getitem__), returned)
-    run = Run(
-        program,
-        tuple(_spec(node) for node in inputs),
-        tuple(_spec(node) for node in returned),
-        exact,
-    )
+    program, inputs = _program(sorted(inside, key=number.__getitem__), returned)
+    run = Run(program, tuple(map(_spec, inputs)), tuple(map(_spec, returned)), exact)
     kernel = run.kernel()
     if kernel is None:
         return False
@@ -179,14 +172,9 @@ def _replace(graph: torch.fx.Graph, members: _Members, exact: bool) -> bool:
             item = graph.call_function(operator.getitem, (made, place_of), name=f"{node.name}_of_fused")
         item.meta = {**meta, "val": node.meta["val"]}
         node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in ops)
-    for node in sorted((*ops, *views), key=number.__getitem__, reverse=True):
-        if node in ops or not node.users:
-            graph.erase_node(node)
+    for node in sorted((ops | members.views) - left, key=number.__getitem__, reverse=True):
+        graph.erase_node(node)
     return True
-
-
-def _is_outside(user: Node, ops: Collection[Node], views: Collection[Node], read_outside: Collection[Node]) -> bool:
-    return user in read_outside or (user not in ops and user not in views)
 
 
 def _program(nodes: Sequence[Node], returned: Sequence[Node]) -> tuple[torch.fx.GraphModule, list[Node]]:
