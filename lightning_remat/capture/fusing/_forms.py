@@ -15,20 +15,28 @@ from lightning_remat.capture.fusing._rules import HALVES
 aten = torch.ops.aten
 
 
-class Rounded(torch.fx.Interpreter):
-    """Runs a program's ops, those in less than single precision each in single precision and rounded."""
+class Written(torch.fx.Interpreter):
+    """Runs a program's ops in the forms that are compiled.
+
+    Args:
+        program: the ops.
+        rounded: whether those in less than single precision are each computed in single precision, and rounded.
+    """
+
+    def __init__(self, program: torch.fx.GraphModule, rounded: bool) -> None:
+        super().__init__(program)
+        self.rounded = rounded
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.op != "call_function":
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         target: Any = FORMS.get(n.target, n.target)
-        value = n.meta["val"]
-        if _ops.is_view(n.target) or n.target in _AS_IT_IS:
+        if not self.rounded or _ops.is_view(n.target) or n.target in _AS_IT_IS:
             return target(*args, **kwargs)
         args, kwargs = torch.fx.node.map_aggregate((args, kwargs), _single)
-        result = target(*args, **kwargs)
-        return cast(result, value.dtype) if value.dtype in HALVES else result
+        result, dtype = target(*args, **kwargs), n.meta["val"].dtype
+        return cast(result, dtype) if dtype in HALVES else result
 
 
 _AS_IT_IS = (

@@ -15,7 +15,7 @@ import torch.fx
 from lightning_remat.capture._call import TensorSpec
 from lightning_remat.capture._own_functions import named
 from lightning_remat.capture._torch import cast, compile_ops, real_tensors
-from lightning_remat.capture.fusing._forms import Rounded
+from lightning_remat.capture.fusing._forms import Written
 
 log = logging.getLogger(__name__)
 
@@ -104,8 +104,8 @@ class Run:
         given, made = tensors[: len(self.inputs)], tensors[len(self.inputs) :]
         masks = (spec.dtype is torch.bool for spec in self.inputs)
         inputs = (cast(one, torch.float32) != 0 if mask else one for one, mask in zip(given, masks, strict=True))
-        run = Rounded(self.program).run if self.exact else self.program
-        for out, result in zip(made, run(*inputs), strict=True):
+        results = Written(self.program, rounded=self.exact).run(*inputs)
+        for out, result in zip(made, results, strict=True):
             out.copy_(result)
         return ()
 
