@@ -368,7 +368,7 @@ def test_many_random_chains(part: int, device: str, chains: Callable[[Rematerial
     for seed in range(100 + 30 * part, 130 + 30 * part):
         torch._dynamo.reset()
         found.append(check_random_chain(seed, chains, device))
-    assert sum(found) >= 20
+    assert sum(found) >= 15
 
 
 class ReadEarly(nn.Module):
