@@ -289,8 +289,8 @@ def test_progress_says_what_is_tried(monkeypatch, equal_seconds):
         r"^predicting from a batch size of 8: capturing$",
         r"^predicting from a batch size of \d{2,}: measuring operation 1 of \d+",
         r"^between a batch size of \d+ and \d+$",
-        r"^confirming a batch size of \d+, try 1 of at most 4: capturing$",
-        r"^confirming a batch size of \d+, try 1 of at most 4: running the step$",
+        r"^confirming a batch size of \d+, try 1 of at most 5: capturing$",
+        r"^confirming a batch size of \d+, try 1 of at most 5: running the step$",
     ):
         assert re.search(expected, said, re.MULTILINE), expected
 
