@@ -47,6 +47,7 @@ def forms(
 
     Yields:
         A form, and the share over the step without rematerialization up to which a plan is good enough to ask for no more.
+        (`cheapest` leaves the captured form out behind one in slices that is as fast.)
     """
     for form, good_enough in _in_slices(captured) if tiled and not fits else [(captured, 0.0)]:
         fused = None if fusing is None else form.fused(fusing)
@@ -72,6 +73,7 @@ def cheapest(
     plan: Callable[[_Made], Plan],
     *,
     smallest: bool,
+    whole: Callable[[_Form], bool] = lambda _form: False,
 ) -> _Made:
     """A plan for a step: that of the form in which it costs least.
 
@@ -80,6 +82,8 @@ def cheapest(
         make: plans a form.
         plan: the plan of what it returns.
         smallest: whether the smallest peak is wanted, and not the shortest step.
+        whole: whether nothing of a form is in slices: it is not planned then behind one in slices whose ops take no longer:
+            each of its schedules is one of that form too, in no more memory.
 
     Raises:
         InfeasibleBudgetError: where none is found within the budget; it names the smallest of the smallest budgets.
@@ -87,10 +91,11 @@ def cheapest(
     found: list[_Made] = []
     errors: list[InfeasibleBudgetError] = []
     for form, good_enough in forms:
-        try:
-            found.append(make(form))
-        except InfeasibleBudgetError as error:
-            errors.append(error)
+        if not (whole(form) and any(as_fast(plan(made)) for made in found)):
+            try:
+                found.append(make(form))
+            except InfeasibleBudgetError as error:
+                errors.append(error)
         if not smallest and any(not over(plan(made)) and plan(made).overhead <= good_enough for made in found):
             break
     if not found:
@@ -100,6 +105,14 @@ def cheapest(
         found = [made for made in found if plan(made).predicted_peak_bytes <= (1 + WORTH_IT) * least]
         return min(found, key=lambda made: plan(made).predicted_seconds)
     return min(found, key=lambda made: (over(plan(made)), plan(made).predicted_seconds))
+
+
+def as_fast(plan: Plan) -> bool:
+    """Whether the ops of a form in slices take no longer than those of the step as it was captured, each evaluated once."""
+    if plan.untiled is None:
+        return False
+    sliced, whole = (sum(op.seconds for op in graph.ops) for graph in (plan.graph, plan.untiled))
+    return sliced <= (1 + AS_CHEAP) * whole
 
 
 def over(plan: Plan) -> int:

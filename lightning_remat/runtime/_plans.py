@@ -160,6 +160,7 @@ class Plans:
                 functools.partial(made, budget_bytes=budget_bytes),
                 operator.itemgetter(2),
                 smallest=smallest,
+                whole=lambda form: form.tiling is None and fusing is None,
             )
         else:
             captured, problem, plan = made(losses or captured)

@@ -82,6 +82,27 @@ def test_with_min_the_tiled_form_has_to_save_bytes() -> None:
     assert chosen(lambda: tiled, lambda: plain, lambda: chains, smallest=True) is chains
 
 
+@pytest.mark.parametrize("overhead", [0.1, 0.5])
+@pytest.mark.parametrize("smallest", [False, True])
+@pytest.mark.parametrize(("seconds", "planned"), [(1.005, ["tiled"]), (1.02, ["tiled", "whole"])])
+def test_what_is_no_faster_as_a_whole_is_not_planned_so(
+    seconds: float, planned: list[str], smallest: bool, overhead: float
+) -> None:
+    plan = a_plan(overhead)
+    untiled = plan.graph
+    ops = [dataclasses.replace(op, seconds=op.seconds * seconds) for op in untiled.ops]
+    tiled = dataclasses.replace(plan, graph=untiled.replace(ops=ops), untiled=untiled)
+    made = []
+
+    def make(name: str) -> Plan:
+        made.append(name)
+        return tiled if name == "tiled" else plan
+
+    forms = [("tiled", AS_CHEAP), ("whole", DEAR), ("chains", DEAR)]
+    cheapest(forms, make, lambda plan: plan, smallest=smallest, whole="whole".__eq__)
+    assert made == planned + (["chains"] if smallest or overhead > DEAR else [])
+
+
 def test_chains_run_in_slices_only_where_all_else_is_dear() -> None:
     chains, cheap, dear = a_plan(0.1), a_plan(0.15), a_plan(0.3)
     assert chosen(infeasible(110), lambda: cheap, never) is cheap
