@@ -40,6 +40,13 @@ LOWEST = 0.7
 """The smallest budget that the program is asked for, as a share of the budget, both less `base_bytes`."""
 
 
+LARGE = 2500
+"""Operations beyond which fewer schedules are made, since each takes longer: a third of them with three times as many."""
+
+FEWEST = 3
+"""Schedules that are made all the same."""
+
+
 def likely(problem: PlainProblem, budget_bytes: int) -> list[int]:
     """Nodes at whose evaluation the budget may bind, the likeliest first.
 
@@ -194,12 +201,13 @@ def moments(
         branching_seconds: how long a branch and bound may raise the bound at the end, where the schedule is not near
             it.
         amounts: for how many budgets, from the given one down, the program is asked.
-        attempts: how many schedules `keep_longer` is run on, the cheapest of twice as many.
+        attempts: how many schedules `keep_longer` is run on, the cheapest of twice as many; of large problems, fewer (`LARGE`).
         solver: python-mip's name of the solver.
     """
     if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:
         return Answer(once(problem), Status.OPTIMAL)
     chosen, least = choose(problem, budget_bytes, min(deadline, clock() + seconds), solver)
+    attempts = max(min(attempts, FEWEST), min(attempts, attempts * LARGE // len(problem)))
     found = schedules(problem, chosen[-1], budget_bytes, amounts, 2 * attempts, deadline, solver)
     best = finish(problem, found, budget_bytes, deadline, attempts)
     if best is None or problem.evaluate(best).seconds > (1 + GAIN) * least:
