@@ -152,7 +152,7 @@ class Accumulator:
 
         Where it ends with an exception, the backward may be run once more.
         """
-        parameters = dict(self._parameters)
+        parameters, self._at_home = dict(self._parameters), {}
         first = frozenset(i for i, parameter in parameters.items() if parameter.grad is None)
         flags = tuple(int(i in first) for i in self.positions)
         if flags != self._first_at and parameters:
