@@ -22,6 +22,7 @@ from lightning_remat.capture import _torch as internals
 from lightning_remat.errors import RematWarning
 from lightning_remat.graph import TensorRole
 from lightning_remat.runtime._accumulate import Accumulator, Homes
+from lightning_remat.runtime._copies import copied_out, layout, memory_like
 from lightning_remat.runtime._recent import Recent
 
 Run = Callable[[list[Any]], Any]
@@ -257,7 +258,7 @@ class Recorder:
             args.clear()
             recorded.tape.replay(())
             self.serial = self._shared.begun(recorded)
-            return [*_copied_out(recorded.returned, recorded.fixed), *recorded.saved]
+            return [*copied_out(recorded.returned, recorded.fixed), *recorded.saved]
         known = _known(self._forwards, key)
         if known.runs <= WARM_UP or len(self._recorded) == MOST:
             return run(args)  # type: ignore[no-any-return]
@@ -272,7 +273,7 @@ class Recorder:
 
     def _record_forward(self, key: Hashable, run: Run, args: list[Any], known: _Known, returned: int) -> Sequence[Any]:
         copied = {
-            i: _memory_like(one).copy_(one)
+            i: memory_like(one).copy_(one)
             for i, one in enumerate(args)
             if isinstance(one, torch.Tensor) and i not in self._fixed
         }
@@ -289,7 +290,7 @@ class Recorder:
         recorded = _Recorded(tape, given, copied, fixed, kept[:returned], kept[returned:], elsewhere)
         self._recorded[key] = recorded
         self.serial = recorded.call = self._shared.begun(recorded)
-        return [*_copied_out(outputs[:returned], fixed), *outputs[returned:]]
+        return [*copied_out(outputs[:returned], fixed), *outputs[returned:]]
 
     def _forward_key(self, version: int, args: Sequence[Any]) -> Hashable:
         """What a recorded forward has in common with a call; ``None`` for a call in which none is replayed."""
@@ -303,7 +304,7 @@ class Recorder:
             elif not self._is_here(one):
                 return None
             else:
-                found.append(one.data_ptr() if i in self._fixed else _layout(one))
+                found.append(one.data_ptr() if i in self._fixed else layout(one))
         return None if None in found else tuple(found)
 
     # -- backward -----------------------------------------------------------------------------------------------------
@@ -356,7 +357,7 @@ class Recorder:
         self, recorded: _Recorded, key: Hashable, run: Run, args: list[Any], saved: int, noted: Any
     ) -> Sequence[Any]:
         accumulator = self._accumulator
-        tangents = [_memory_like(one).copy_(one) for one in args[saved:]]
+        tangents = [memory_like(one).copy_(one) for one in args[saved:]]
         given = [*args[:saved], *tangents]
         sizes = [one for one in given if not isinstance(one, torch.Tensor)]
         args.clear()
@@ -391,7 +392,7 @@ class Recorder:
         if not all(isinstance(one, torch.Tensor) and self._is_here(one) for one in tangents):
             return None
         ways = self._accumulator.ways() if self._accumulator is not None else ()
-        layouts = tuple(map(_layout, tangents))
+        layouts = tuple(map(layout, tangents))
         return None if None in layouts else (version, ways, layouts)
 
     def _homes_are_free(self, recorded: _Recorded) -> bool:
@@ -404,7 +405,7 @@ class Recorder:
         for i, one in enumerate(recorded.gradients):
             position = recorded.homes.get(i)
             if position is None:
-                found += _copied_out([one])
+                found += copied_out([one])
             else:
                 found.append(one.detach() if position in first else None)
         return found
@@ -442,25 +443,6 @@ class Recorder:
         self._shared.told(f"{type(error).__name__}: {words}")
 
 
-VECTOR_BYTES = 16
-"""Kernels read so many bytes at once, from the first address on that is a multiple: that may decide about last bits."""
-
-
-def _layout(tensor: torch.Tensor) -> Hashable:
-    """How a tensor lies in memory; ``None`` where its elements do not all have memory of their own."""
-    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        return None
-    return tensor.shape, tensor.stride(), tensor.data_ptr() % VECTOR_BYTES
-
-
-def _memory_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory for a tensor that lies as this one does (see `_layout`)."""
-    shift = tensor.data_ptr() % VECTOR_BYTES // tensor.element_size()
-    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    flat = torch.empty(shift + (span if tensor.numel() else 0), dtype=tensor.dtype, device=tensor.device)
-    return flat.as_strided(tensor.shape, tensor.stride(), shift)
-
-
 def _devices(values: Sequence[Any]) -> list[torch.device | None]:
     return [one.device if isinstance(one, torch.Tensor) else None for one in values]
 
@@ -477,11 +459,6 @@ def _as_unrecorded(recorded: _Recorded, args: list[Any]) -> list[Any]:
     for i, device in recorded.elsewhere.items():
         args[sizes + i] = args[sizes + i].to(device)
     return args
-
-
-def _copied_out(values: Sequence[Any], fixed: frozenset[int] = frozenset()) -> list[Any]:
-    """Copies of tensors, but for those with these ids: arguments that a forward writes to."""
-    return [one.clone() if isinstance(one, torch.Tensor) and id(one) not in fixed else one for one in values]
 
 
 def _fixed(captured: CapturedGraph) -> frozenset[int]:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from lightning_remat import RematConfig, Rematerialized, rematerialize
 from lightning_remat.errors import ConfigError, RematWarning
 from lightning_remat.exactness._bits import same_bits
-from lightning_remat.runtime import _recordings
+from lightning_remat.runtime import _copies, _recordings
 from lightning_remat.runtime._recordings import WARM_UP, Recorder
 from tests.helpers import training
 from tests.helpers.tapes import FakeTape, FakeTapes
@@ -235,10 +235,10 @@ def test_copies_lie_as_what_is_copied() -> None:
     """Kernels read vectors from the first aligned address on."""
     whole = torch.arange(60.0)
     for one in (whole, whole[1:], whole[3:].view(3, 19)[:, ::2], whole.view(6, 10).t(), whole[:0], whole[5]):
-        made = _recordings._memory_like(one).copy_(one)
+        made = _copies.memory_like(one).copy_(one)
         assert torch.equal(made, one)
-        assert _recordings._layout(made) == _recordings._layout(one) is not None
-    assert _recordings._layout(whole[:1].expand(4)) is None
+        assert _copies.layout(made) == _copies.layout(one) is not None
+    assert _copies.layout(whole[:1].expand(4)) is None
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ the forward's result would (`_compute_again`): noise of a mask, a sum of what is
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Collection, Sequence
 
 import torch
@@ -18,6 +17,7 @@ from lightning_remat.capture import _ops
 from lightning_remat.capture._call import TensorSpec
 from lightning_remat.capture._nodes import primals_and_tangents, producer
 from lightning_remat.capture._order import execution_order
+from lightning_remat.capture._own_functions import put
 from lightning_remat.capture._sorting import sort
 from lightning_remat.capture._torch import hint
 from lightning_remat.capture.fusing._fused import Run
@@ -162,16 +162,8 @@ def _replace(graph: torch.fx.Graph, members: _Members, exact: bool) -> bool:
     kernel = run.kernel()
     if kernel is None:
         return False
-    largest, place = returned[0], max(members.ops, key=number.__getitem__)
-    meta = {key: value for key, value in largest.meta.items() if key not in ("val", "tensor_meta", "from_node")}
-    with graph.inserting_after(place):
-        made = graph.call_function(run.function(kernel), tuple(inputs), name=f"{largest.name}_fused")
-    made.meta = {**meta, "val": tuple(node.meta["val"] for node in returned)}
-    for place_of, node in reversed(list(enumerate(returned))):
-        with graph.inserting_after(made):
-            item = graph.call_function(operator.getitem, (made, place_of), name=f"{node.name}_of_fused")
-        item.meta = {**meta, "val": node.meta["val"]}
-        node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in ops)
+    place = max(members.ops, key=number.__getitem__)
+    put(place, run.function(kernel), inputs, returned, returned[0], "fused", ops)
     for node in sorted((ops | members.views) - left, key=number.__getitem__, reverse=True):
         graph.erase_node(node)
     return True

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 import torch.fx
 
-from lightning_remat.capture import _ops
+from lightning_remat.capture import _ops, _own_functions
 from lightning_remat.capture._call import TensorSpec
 from lightning_remat.capture._nodes import is_tensor, primals_and_tangents
 from lightning_remat.capture._sorting import sort
@@ -150,7 +149,7 @@ class _Region:
             return False
         for (part, _, returned), chain in zip(parts, chains, strict=True):
             assert chain is not None
-            put(graph, part, returned, *chain, inside)
+            put(part, returned, *chain, inside)
         for node in reversed([*self.forward, *self.backward]):
             graph.erase_node(node)
         return True
@@ -221,7 +220,6 @@ def _same_cells(one: Place, other: Place, grid: Grid) -> bool:
 
 
 def put(
-    graph: torch.fx.Graph,
     part: Sequence[Node],
     returned: Sequence[Node],
     chain: Chain,
@@ -229,16 +227,7 @@ def put(
     inside: Collection[Node],
 ) -> None:
     """Have ``returned`` computed by a chain, for all but those ``inside``."""
-    largest = max(part, key=_nbytes)
-    meta = {key: value for key, value in largest.meta.items() if key not in ("val", "tensor_meta", "from_node")}
-    with graph.inserting_after(part[-1]):
-        made = graph.call_function(chain.function(), tuple(inputs), name=f"{largest.name}_in_slices")
-    made.meta = {**meta, "val": tuple(node.meta["val"] for node in returned)}
-    for number, node in reversed(list(enumerate(returned))):
-        with graph.inserting_after(made):
-            item = graph.call_function(operator.getitem, (made, number), name=f"{node.name}_of_slices")
-        item.meta = {**meta, "val": node.meta["val"]}
-        node.replace_all_uses_with(item, delete_user_cb=lambda user: user not in inside)
+    _own_functions.put(part[-1], chain.function(), inputs, returned, max(part, key=_nbytes), "in_slices", inside)
 
 
 def _outer_views(ops: Collection[Node]) -> Iterator[Node]:

@@ -76,7 +76,7 @@ def _put_all(graph: torch.fx.Graph, products: Sequence[_Product]) -> bool:
         return False
     for product, chain in zip(products, chains, strict=True):
         made = product.ops[-1]
-        put(graph, [made], [made], chain, list(product.inputs), [])
+        put([made], [made], chain, list(product.inputs), [])
         erase_unread(graph, [made])
     return True
 
