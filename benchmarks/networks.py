@@ -177,6 +177,30 @@ def _gpt2(*, layers: int, width: int, heads: int, vocabulary: int, length: int, 
     return description, NextToken(GPT2LMHeadModel(config)), (tokens,), ("GPT2Block",)
 
 
+def _llama(
+    *, layers: int, width: int, heads: int, groups: int, feed_forward: int, vocabulary: int, length: int, batch: int
+) -> _Made:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=width,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        intermediate_size=feed_forward,
+        vocab_size=vocabulary,
+        max_position_embeddings=length,
+        tie_word_embeddings=True,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    tokens = torch.randint(0, vocabulary, (batch, length))
+    layout = f"{layers} layers, width {width}, {heads} heads in {groups} groups"
+    description = f"Llama: {layout}, {batch} x {length} tokens of {vocabulary}"
+    return description, NextToken(LlamaForCausalLM(config)), (tokens,), ("LlamaDecoderLayer",)
+
+
 def _transformer(*, layers: int, width: int, heads: int, feed_forward: int, length: int, batch: int) -> _Made:
     model = nn.Transformer(width, heads, layers, layers, feed_forward, dropout=0.1, batch_first=True)
     tensors = torch.randn(batch, length, width), torch.randn(batch, length, width)
@@ -334,9 +358,28 @@ _GPT2_SIZES: Mapping[str, dict[str, Any]] = {
     "tiny": {"layers": 2, "width": 32, "heads": 2, "vocabulary": 64, "length": 16, "batch": 4},
 }
 
+_LLAMA = {"heads": 8, "groups": 2, "batch": 4}
+
 _FACTORIES: Mapping[str, tuple[Callable[..., _Made], Mapping[str, dict[str, Any]]]] = {
     "gpt2": (_gpt2, {size: {**options, "dropout": 0.1} for size, options in _GPT2_SIZES.items()}),
     "gpt2-nodropout": (_gpt2, {size: {**options, "dropout": 0.0} for size, options in _GPT2_SIZES.items()}),
+    "llama": (
+        _llama,
+        {
+            "cpu": {**_LLAMA, "layers": 6, "width": 256, "feed_forward": 704, "vocabulary": 4000, "length": 256},
+            "gpu": {
+                "layers": 16,
+                "width": 2048,
+                "heads": 32,
+                "groups": 8,
+                "feed_forward": 8192,
+                "vocabulary": 128256,
+                "length": 1024,
+                "batch": 2,
+            },
+            "tiny": {**_LLAMA, "layers": 2, "width": 32, "feed_forward": 64, "vocabulary": 64, "length": 16},
+        },
+    ),
     "transformer": (
         _transformer,
         {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu import batch_size, beside_peers, bits, gpu_tests, out_of_memory, peaks, recordings, trainer
+from benchmarks.gpu import batch_size, beside_compiler, bits, gpu_tests, out_of_memory, peaks, recordings, trainer
 from benchmarks.gpu.part import Part
 
 PARTS: dict[str, Part] = {
     module.PART.name: module.PART
-    for module in (gpu_tests, bits, out_of_memory, trainer, peaks, recordings, batch_size, beside_peers)
+    for module in (gpu_tests, bits, out_of_memory, trainer, peaks, recordings, beside_compiler, batch_size)
 }

@@ -14,6 +14,7 @@ from torch import nn
 
 from benchmarks import networks
 from benchmarks.determinism import settle
+from benchmarks.gpu.alone import alone, measuring_alone
 from benchmarks.gpu.bits import Precision, Training
 from benchmarks.gpu.markdown import mib, milliseconds, said
 from benchmarks.gpu.markdown import table as markdown_table
@@ -68,7 +69,8 @@ def run(case: Mapping[str, Any], settings: Settings) -> Result:
         call = _planned(module, options, settings)
         try:
             began = time.perf_counter()
-            left[way] = _trained(made, module, call)
+            with measuring_alone():
+                left[way] = _trained(made, module, call)
         except InfeasibleBudgetError as error:
             rows[way] = {"note": f"infeasible under {error.budget_bytes:,} bytes"}
             continue
@@ -77,7 +79,9 @@ def run(case: Mapping[str, Any], settings: Settings) -> Result:
             errors.append(f"{way}: {reason}")
         rows[way]["reserved_bytes"] = _reserved_in_a_step(made, module, call) - before
         steps[way] = lambda module=module, call=call: made.step(module, call)  # type: ignore[misc]
-    for way, seconds in _timed(steps, made.device).items():
+    with alone():
+        timed = _timed(steps, made.device)
+    for way, seconds in timed.items():
         rows[way]["seconds"] = seconds
         rows[way]["differing"] = left[way].differences(left["eager"])
     wrong = [MISMATCH] if any(row.get("differing") for row in rows.values()) else []
@@ -167,5 +171,5 @@ PART = Part(
     run=run,
     table=table,
     limit_seconds=120,
-    workers=1,
+    workers=3,
 )

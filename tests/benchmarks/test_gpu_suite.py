@@ -20,11 +20,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from benchmarks import determinism, networks
-from benchmarks.comparison.rows import EAGER, OURS, Row
 from benchmarks.gpu import __main__ as suite
 from benchmarks.gpu import (
     batch_size,
-    beside_peers,
+    beside_compiler,
     bits,
     gpu_tests,
     out_of_memory,
@@ -35,7 +34,20 @@ from benchmarks.gpu import (
 )
 from benchmarks.gpu import training as gpu_training
 from benchmarks.gpu.environment import ROOT, environment, sources
-from benchmarks.gpu.part import CRASHED, FAILED, FAULTS, HUNG, INAPPLICABLE, MISMATCH, OK, OVER, Case, Result, Settings
+from benchmarks.gpu.part import (
+    CRASHED,
+    FAILED,
+    FAULTS,
+    HUNG,
+    INAPPLICABLE,
+    INFEASIBLE,
+    MISMATCH,
+    OK,
+    OVER,
+    Case,
+    Result,
+    Settings,
+)
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.results import Results, read
 from benchmarks.gpu.workers import Runs
@@ -365,6 +377,21 @@ class TestParts:
         assert found["status"] == OK and found["compared"] and found["rematerializes"], found
         assert found["step_seconds"] > 0 and found["eager_step_seconds"] > 0 and found["batch_size"] == 2
 
+    def test_beside_the_compiler(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        trial = beside_compiler.Trial("gpt2", DRY)
+        peers = {way: trial.row(way) for way in ("eager", "compile, 1")}
+        for one in peers.values():
+            assert one["status"] == OK and one["peak_bytes"] > 0 and one["of_eager"] > 0, one
+        assert peers["eager"]["differing"] == []
+        monkeypatch.setattr(trial, "fastest_bytes", lambda: 1)
+        assert trial.row("exact")["status"] == INFEASIBLE
+        found = trial.row("smallest")
+        assert found["status"] == OK and found["rematerializes"] and found["differing"] == [], found
+        assert found["peak_bytes"] < peers["eager"]["peak_bytes"]
+        monkeypatch.setattr(trial, "right", dataclasses.replace(trial.right, losses={}))
+        del trial.rows["smallest"]
+        assert trial.row("smallest")["faults"] == [MISMATCH]
+
     def test_batch_size(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(batch_size, "DRY_BUDGET", "256KiB")
         found = batch_size.run(first(batch_size).options, DRY)
@@ -395,24 +422,6 @@ def test_a_share_of_the_device_is_given_back(monkeypatch: pytest.MonkeyPatch) ->
     with gpu_training.device_limit(0.3, Settings()) as limit:
         assert limit == 300 and shares == [0.3]
     assert shares == [0.3, 1.0]
-
-
-def judged(*rows: Row, **fields: Any) -> Result:
-    return beside_peers.judged({"name": "one", "rows": [row.to_dict() for row in rows], **fields})
-
-
-def test_rows_beside_peers_are_judged() -> None:
-    right = {"same_loss": True, "same_gradients": True, "same_buffers": True}
-    eager, ours = Row("eager", EAGER, **right), Row("ours", OURS, **right)
-    assert judged(eager, ours)["status"] == OK
-    wrong = dataclasses.replace(ours, same_gradients=False)
-    assert judged(eager, wrong)["faults"] == [MISMATCH]
-    noisy = dataclasses.replace(eager, same_gradients=False)
-    assert judged(noisy, wrong)["status"] == "eager does not repeat its bits"
-    over = dataclasses.replace(ours, budget_bytes=10, total_peak_bytes=11)
-    assert judged(eager, over)["faults"] == [OVER]
-    assert judged(eager, Row("ours", OURS, status="dies", note="dies: of this"))["error"] == "ours: dies: of this"
-    assert judged(error="its process ended with exit code -11")["faults"] == [CRASHED]
 
 
 @pytest.mark.slow  # collects all tests in a process of its own

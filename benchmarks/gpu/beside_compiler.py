@@ -1,0 +1,294 @@
+"""A step beside per-block checkpointing and `torch.compile` with PyTorch's own budget: memory, time, bits, first step.
+
+Networks that people train, in bfloat16, each in a process of its own; a way of running it is a case. Where this project has a
+budget to keep, it is the peak of the fastest compiled step.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import gc
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks import networks
+from benchmarks.comparison.methods import Method, all_methods
+from benchmarks.comparison.rows import CHECKPOINT, OURS
+from benchmarks.determinism import settle
+from benchmarks.gpu.alone import alone, measuring_alone
+from benchmarks.gpu.bits import Precision, Training
+from benchmarks.gpu.markdown import milliseconds, said
+from benchmarks.gpu.markdown import table as markdown_table
+from benchmarks.gpu.part import (
+    FAILED,
+    INFEASIBLE,
+    MISMATCH,
+    OK,
+    OVER,
+    UNREPEATABLE,
+    Case,
+    Part,
+    Result,
+    Settings,
+    result,
+)
+from benchmarks.gpu.steps import Left, infeasible, left_by, not_captured, plan_facts
+from lightning_remat import InfeasibleBudgetError, Rematerialized, rematerialize
+from lightning_remat.measure import held_bytes, track_peak
+from lightning_remat.runtime._recordings import WARM_UP
+
+LARGE = {"layers": 24, "width": 1024, "heads": 16}
+NETWORKS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {}),
+    "llama-1b": ("llama", {}),
+    "gpt2-medium": ("gpt2", {**LARGE, "batch": 4}),
+    "resnet50": ("resnet50", {}),
+    "vit-large": ("vit", {**LARGE, "batch": 32}),
+    "unet": ("unet", {"batch": 8}),
+}
+"""By name in the table: a network of `benchmarks.networks`, and what is other than in its size for a GPU."""
+
+MEMORY_BUDGETS = (1.0, 0.5, 0.2)
+"""Of `activation_memory_budget`."""
+
+FASTEST = "peak of the fastest compiled step"
+STEPS, UNTIMED, SEEDED = 10, 2, WARM_UP + 3
+"""Steps that are timed, steps before those, and seeded ones of which the bits are compared: a recorded one is among them."""
+
+TIME_LIMIT = 15.0
+WAYS: Mapping[str, dict[str, Any]] = {
+    "smallest": {"budget": "min"},
+    "exact": {"budget": FASTEST},
+    "fused": {"budget": FASTEST, "fuse": "exact"},
+    "fused, recorded": {"budget": FASTEST, "fuse": "exact", "cuda_graphs": True},
+    "fast": {"budget": FASTEST, "fuse": "fast"},
+}
+"""This project's ways, and their options."""
+
+
+def peers(dry: bool) -> dict[str, Method]:
+    """The others' ways; a dry run needs no compiler."""
+    budgets = {"memory_budgets": MEMORY_BUDGETS if dry else (), "inductor_budgets": () if dry else MEMORY_BUDGETS}
+    eager, checkpointed, *compiled = all_methods((), **budgets)
+    names = {f"compile, {value:g}": method for value, method in zip(MEMORY_BUDGETS, compiled, strict=True)}
+    return {"eager": eager, "checkpoint": checkpointed, **names}
+
+
+def cases(settings: Settings) -> Sequence[Case]:
+    """Every network in every way; those of a network share a process."""
+    return [
+        Case(f"{name}, {way}", name, {"network": name, "way": way})
+        for name, (network, _) in NETWORKS.items()
+        if not settings.networks or network in settings.networks
+        for way in (*peers(settings.dry), *WAYS)
+    ]
+
+
+def run(case: Mapping[str, Any], settings: Settings) -> Result:
+    """Train in one way from eager's state, compare what is left, measure a step and time some."""
+    return _trial(case["network"], settings).row(case["way"])
+
+
+@functools.cache
+def _trial(network: str, settings: Settings) -> Trial:
+    return Trial(network, settings)
+
+
+class Trial:
+    """One network in this process, with what eager training leaves of it, and the rows that were found.
+
+    Args:
+        network: a key of `NETWORKS`.
+        settings: of the run.
+    """
+
+    def __init__(self, network: str, settings: Settings) -> None:
+        name, changes = NETWORKS[network]
+        self.settings = settings
+        size, changes = ("tiny", {}) if settings.dry else ("gpu", changes)
+        self.workload = networks.build(name, size, settings.device, **changes)
+        self.module = self.workload.module
+        self.made = Training(self.module, self.workload.batch, Precision())
+        self.buffers = {name: one.clone() for name, one in self.module.named_buffers()}
+        self.peers = peers(settings.dry)
+        self.undetermined = settle(lambda: self.made.step(self.module, self.module))
+        self.right = self._trained(self.module, self.module)
+        self.rows: dict[str, Result] = {}
+
+    def row(self, way: str) -> Result:
+        """What is found of a way, once."""
+        if way not in self.rows:
+            self.rows[way] = self._row(way)
+            torch._dynamo.reset()
+            self._empty()
+        return self.rows[way]
+
+    def fastest_bytes(self) -> int:
+        """The peak of the fastest compiled step: as a budget, parameters and batch included.
+
+        Raises:
+            RuntimeError: where none of them ran.
+        """
+        compiled = [self.row(way) for way in self.peers if way.startswith("compile")]
+        ran = [row for row in compiled if row.get("seconds")]
+        if not ran:
+            raise RuntimeError(f"no compiled step ran: {compiled[0].get('error')}")
+        return int(min(ran, key=lambda row: row["seconds"])["peak_bytes"]) + held_bytes(self.module, self.made.batch)
+
+    def _row(self, way: str) -> Result:
+        ours = way in WAYS
+        method = Method(OURS, way, functools.partial(self._ours, WAYS[way])) if ours else self.peers[way]
+        module = copy.deepcopy(self.module) if method.family == CHECKPOINT else self.module
+        fields: dict[str, Any] = {"description": self.workload.description, "nondeterministic": self.undetermined}
+        self._empty()
+        try:
+            call = method.prepare(module, self.workload.blocks)
+            began = time.perf_counter()
+            with measuring_alone():
+                self.made.step(module, call)
+            fields["first_step_seconds"] = time.perf_counter() - began
+            left = self._trained(module, call)
+        except InfeasibleBudgetError as error:
+            return result(status=INFEASIBLE, **fields, **infeasible(error))
+        except Exception as error:
+            if ours:
+                raise
+            line = next((line for line in str(error).splitlines() if line.strip()), "")
+            return result(status="dies", error=f"{type(error).__name__}: {line[:200]}", **fields)
+        with alone():
+            fields |= self._peaks(module, call)
+            fields |= self._timed(module, call)
+        fields |= {"differing": sorted(left.differences(self.right)), "worst": left.worst(self.right)}
+        return self._judged(way, call, fields) if isinstance(call, Rematerialized) else result(**fields)
+
+    def _judged(self, way: str, call: Rematerialized, fields: dict[str, Any]) -> Result:
+        """What is wrong with a way of this project's."""
+        fields |= plan_facts(call.plan)
+        options, reason = WAYS[way], not_captured(call)
+        call.close()
+        wrong = [MISMATCH] if fields["differing"] and options.get("fuse") != "fast" else []
+        if reason:
+            return result(*wrong, FAILED, error=reason, **fields)
+        if not options.get("cuda_graphs"):  # a recorded step's memory does not count as allocated
+            peak = fields["peak_bytes"] + held_bytes(self.module, self.made.batch)
+            wrong += [OVER] if peak > fields["budget_bytes"] else []
+        return result(*wrong, status=UNREPEATABLE if self.row("eager")["differing"] else OK, **fields)
+
+    def _ours(self, options: Mapping[str, Any], module: nn.Module, _blocks: Sequence[str]) -> Rematerialized:
+        given = {"time_limit": TIME_LIMIT, **self.settings.options, **options}
+        if given["budget"] == FASTEST:
+            given["budget"] = self.fastest_bytes()
+        return rematerialize(module, **given)
+
+    def _trained(self, module: nn.Module, call: Callable[..., torch.Tensor]) -> Left:
+        """What seeded steps leave; the parameters stay as they are."""
+        with torch.no_grad():
+            for name, buffer in module.named_buffers():
+                buffer.copy_(self.buffers[name])
+        module.zero_grad(set_to_none=True)
+        torch.manual_seed(1)
+        losses = [self.made.step(module, call) for _ in range(SEEDED)]
+        return dataclasses.replace(left_by(module, losses), parameters={})
+
+    def _peaks(self, module: nn.Module, call: Callable[..., torch.Tensor]) -> dict[str, int | None]:
+        """The most that a step, beside its old gradients, takes of the device above what is there without."""
+        module.zero_grad(set_to_none=True)
+        self._empty()
+        device = self.made.device
+        on_device = device.type == "cuda"
+        allocated = torch.cuda.memory_allocated(device) if on_device else 0
+        reserved = torch.cuda.memory_reserved(device) if on_device else 0
+        self.made.step(module, call)
+        if on_device:
+            gc.collect()
+            torch.cuda.empty_cache()
+        held = held_bytes([one.grad for one in module.parameters()])
+        with track_peak(device) as peak:
+            self.made.step(module, call)
+        assert peak.peak_bytes is not None, peak.reason
+        if not on_device:
+            return {"peak_bytes": held + peak.peak_bytes}
+        assert peak.allocated_bytes is not None and peak.reserved_bytes is not None
+        return {"peak_bytes": peak.allocated_bytes - allocated, "reserved_bytes": peak.reserved_bytes - reserved}
+
+    def _timed(self, module: nn.Module, call: Callable[..., torch.Tensor]) -> dict[str, float]:
+        """Median seconds of a step, and of it the median share of an eager step's, which take turns."""
+        steps = {"eager": (self.module, self.module), "way": (module, call)}
+        found: dict[str, list[float]] = {name: [] for name in steps}
+        for number in range(UNTIMED + STEPS):
+            for name, (owner, one) in steps.items():
+                self._wait()
+                began = time.perf_counter()
+                self.made.step(owner, one)
+                self._wait()
+                if number >= UNTIMED:
+                    found[name].append(time.perf_counter() - began)
+        ratios = [one / eager for one, eager in zip(found["way"], found["eager"], strict=True)]
+        return {"seconds": statistics.median(found["way"]), "of_eager": statistics.median(ratios)}
+
+    def _empty(self) -> None:
+        self.module.zero_grad(set_to_none=True)
+        gc.collect()
+        if self.made.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _wait(self) -> None:
+        if self.made.device.type == "cuda":
+            torch.cuda.synchronize(self.made.device)
+
+
+def table(results: Mapping[str, Result]) -> str:
+    """A table a network."""
+    pieces = []
+    for name in NETWORKS:
+        found = {one["case"]["way"]: one for one in results.values() if one["case"]["network"] == name}
+        if not found:
+            continue
+        description = next((one["description"] for one in found.values() if "description" in one), name)
+        columns = (description, "peak, GiB", "reserved, GiB", "ms", "of eager's", "first step, s", "bits", "")
+        rows = []
+        for way, one in found.items():
+            of_eager, first = one.get("of_eager"), one.get("first_step_seconds")
+            bits = "" if "differing" not in one else "≠" if one["differing"] else "="
+            rows.append(
+                (
+                    f"lightning_remat, {way}" if way in WAYS else way,
+                    "" if WAYS.get(way, {}).get("cuda_graphs") else _gib(one.get("peak_bytes")),
+                    _gib(one.get("reserved_bytes")),
+                    milliseconds(one.get("seconds")),
+                    "" if of_eager is None else f"{of_eager:.2f}",
+                    "" if first is None else f"{first:.1f}",
+                    bits,
+                    said(one),
+                )
+            )
+        pieces.append(markdown_table(columns, rows))
+    return "\n\n".join(pieces)
+
+
+def _gib(nbytes: float | None) -> str:
+    return "" if nbytes is None else f"{nbytes / 2**30:,.2f}"
+
+
+PART = Part(
+    name="compiler",
+    title="Beside the compiler",
+    about="Above parameters, buffers and batch; deterministic. `compile, 0.5`: `torch.compile` with that "
+    '`activation_memory_budget`. smallest: `budget="min"`; other budgets are the peak of the fastest compiled step. fused: '
+    '`fuse="exact"`; fast: `fuse="fast"`; recorded: `cuda_graphs=True`, whose memory counts as reserved alone. First '
+    "steps compile and plan beside other processes.",
+    module=__name__,
+    cases=cases,
+    run=run,
+    table=table,
+    limit_seconds=240,
+    least_seconds=20,
+    workers=4,
+)
