@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -415,20 +415,21 @@ def chain(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def test_a_kernel_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = torch.randn(3, 41), torch.randn(3, 41)
     monkeypatch.setattr(_fused, "_KERNELS", {})
-    original = _fused.compile_ops
+    original = _fused.compile_all
 
-    def wrong(function: Any, inputs: Any, *, exact: bool) -> Any:
-        kernel = original(function, inputs, exact=exact)
+    def wrong(functions: Sequence[Any], *, exact: bool) -> list[Any]:
+        def off(kernel: Any) -> Any:
+            def run(tensors: list[torch.Tensor]) -> None:
+                last = tensors[-1]
+                kernel(tensors)
+                last[-1, -1].nextafter_(torch.tensor(math.inf))
 
-        def run(tensors: list[torch.Tensor]) -> None:
-            last = tensors[-1]
-            kernel(tensors)
-            last[-1, -1].nextafter_(torch.tensor(math.inf))
+            return run
 
-        return run
+        return list(map(off, original(functions, exact=exact)))
 
     with monkeypatch.context() as patch:
-        patch.setattr(_fused, "compile_ops", wrong)
+        patch.setattr(_fused, "compile_all", wrong)
         runs, found = fused(chain, x, y)
         assert runs == 0 and torch.equal(found[0], chain(x, y)[0])
     monkeypatch.setattr(_fused, "_KERNELS", {})
@@ -436,17 +437,43 @@ def test_a_kernel_with_other_bits_is_not_used(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_cannot_be_compiled_stays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(_fused, "_KERNELS", {})
+    """One kernel that fails does not keep another from being used, nor does one that fails once others are waited for."""
+    from torch._inductor import async_compile, compile_fx
+
     monkeypatch.setattr(_fused, "_told", _fused._told.__wrapped__)
+    compile_inner, wait, waited = compile_fx.compile_fx_inner, async_compile.AsyncCompile.wait, []
 
-    def missing(*_args: Any, **_kwargs: Any) -> Any:
-        raise RuntimeError("no compiler here\nat all")
+    def missing(module: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        if any("maximum" in str(node.target) for node in module.graph.nodes):
+            raise RuntimeError("no compiler here\nat all")
+        return compile_inner(module, *args, **kwargs)
 
-    monkeypatch.setattr(_fused, "compile_ops", missing)
-    with caplog.at_level(logging.WARNING):
-        runs, found = fused(chain, torch.ones(2, 3), torch.ones(2, 3))
-    assert runs == 0 and torch.equal(found[0], torch.full((2, 3), 4.0))
+    def failing(self: Any, scope: dict[str, Any]) -> None:
+        waited.append(scope)
+        wait(self, scope)
+        if len(waited) == 1:
+            raise ArithmeticError("made wrong")
+
+    def several(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (
+            (torch.maximum(x, y) * 2.0).mm(y.t()),
+            ((x + y) * 3.0).mm(y.t()),
+            ((x - y) * 4.0).mm(y.t()),
+        )
+
+    x, y = torch.randn(7, 5), torch.randn(7, 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(_fused, "_KERNELS", {})
+        patch.setattr(compile_fx, "compile_fx_inner", missing)
+        patch.setattr(async_compile.AsyncCompile, "wait", failing)
+        with caplog.at_level(logging.WARNING):
+            runs, found = fused(several, x, y)
+        assert async_compile.AsyncCompile.wait is failing
+    assert runs == 1 and len(waited) == 2 and all(map(torch.equal, found, several(x, y)))
     assert "RuntimeError: no compiler here" in caplog.text and "at all" not in caplog.text
+    assert "ArithmeticError: made wrong" in caplog.text
+    monkeypatch.setattr(_fused, "_KERNELS", {})
+    assert fused(several, x, y)[0] == 3
 
 
 def test_a_run_takes_few_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

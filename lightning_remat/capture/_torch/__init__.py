@@ -80,7 +80,7 @@ if TYPE_CHECKING or not unknown_torch():
         source_name,
     )
     from lightning_remat.capture._torch._handlers import replaced_handlers
-    from lightning_remat.capture._torch._inductor import cast, compile_ops
+    from lightning_remat.capture._torch._inductor import Compiled, Uncompiled, cast, compile_all
     from lightning_remat.capture._torch._loggers import logging_calls
     from lightning_remat.capture._torch._profiler import (
         allocations,
@@ -130,6 +130,7 @@ __all__ = [
     "AttrSource",
     "BaseListVariable",
     "BuiltinVariable",
+    "Compiled",
     "CudaTapes",
     "Exchange",
     "FakeTensor",
@@ -151,6 +152,7 @@ __all__ = [
     "TorchInGraphFunctionVariable",
     "TupleVariable",
     "Unavailable",
+    "Uncompiled",
     "UnspecializedNNModuleVariable",
     "UserFunctionVariable",
     "VariableBuilder",
@@ -172,8 +174,8 @@ __all__ = [
     "cast",
     "collected",
     "compare_handlers",
+    "compile_all",
     "compile_frame",
-    "compile_ops",
     "computed",
     "copied",
     "default_store",

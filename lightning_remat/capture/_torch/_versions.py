@@ -100,6 +100,7 @@ NAMES = {
 """The private names of torch that are used, by the module or object that has them; ``add`` stands for any op."""
 
 LATER_NAMES = {
+    "torch._inductor.async_compile": "AsyncCompile.wait",
     "torch._inductor.compile_fx": "compile_fx_inner",
     "torch._inductor.decomposition": "select_decomp_table",
 }

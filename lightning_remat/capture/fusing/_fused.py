@@ -6,21 +6,17 @@ import dataclasses
 import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.fx
 
 from lightning_remat.capture._call import TensorSpec
 from lightning_remat.capture._own_functions import named
-from lightning_remat.capture._torch import cast, compile_ops, real_tensors
+from lightning_remat.capture._torch import Compiled, Uncompiled, cast, compile_all, real_tensors
 from lightning_remat.capture.fusing._forms import Written
 
 log = logging.getLogger(__name__)
-
-Call = Callable[[list[torch.Tensor]], Any]
-"""A compiled run: takes its inputs and, behind them, the tensors to write to."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +24,11 @@ class Kernel:
     """A run that is compiled, and was tried.
 
     Attributes:
-        call: runs it.
+        call: runs it: takes its inputs and, behind them, the tensors to write to.
         overwritable: positions of the inputs over which it may write its first output.
     """
 
-    call: Call
+    call: Compiled
     overwritable: frozenset[int]
 
 
@@ -58,29 +54,29 @@ class Run:
         facts = (self.program.code, self.inputs, self.outputs, self.exact)
         return f"fused_run_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
 
+    @property
+    def key(self) -> str:
+        """By which its kernel is known: compiled code depends on the number of threads."""
+        return f"{self.name} {torch.get_num_threads()}"
+
     def kernel(self) -> Kernel | None:
-        """The compiled kernel; ``None`` where there is none, or, for an exact run, where it has other bits than the ops.
+        """The compiled kernel; ``None`` where there is none, or, for an exact run, where it has other bits than the ops."""
+        compile_runs([self])
+        return _KERNELS[self.key]
 
-        Each distinct run is compiled and compared once in a process. (Inductor keeps what it has compiled on disk.)
-        """
-        key = f"{self.name} {torch.get_num_threads()}"
-        if key not in _KERNELS:
-            with real_tensors(), torch.no_grad(), torch.autocast(self.outputs[0].device.type, enabled=False):
-                _KERNELS[key] = self._compiled()
-        return _KERNELS[key]
+    @property
+    def source(self) -> Uncompiled:
+        """What is compiled."""
+        return Uncompiled(self._write, self._memory)
 
-    def _compiled(self) -> Kernel | None:
-        try:
-            call = compile_ops(self._write, self._memory, exact=self.exact)
-        except Exception as error:  # noqa: BLE001 - whatever the compiler raises, the ops run as before
-            _told(type(error).__name__, str(error).strip().partition("\n")[0])
-            return None
+    def tried(self, call: Compiled) -> Kernel | None:
+        """The compiled kernel; ``None`` where it has other bits than the ops, or is not known to have the same."""
         try:
             return self._tried(call)
         except torch.OutOfMemoryError:
             return None
 
-    def _tried(self, call: Call) -> Kernel | None:
+    def _tried(self, call: Compiled) -> Kernel | None:
         """The kernel, as seen on example data: where it writes over an input that it still reads, it may not."""
         overwritable = {number for number, spec in enumerate(self.inputs) if spec == self.outputs[0]}
         for examples in _examples(self.inputs):
@@ -110,7 +106,7 @@ class Run:
         return ()
 
     def _run(
-        self, call: Call, tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None
+        self, call: Compiled, tensors: Sequence[torch.Tensor], out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, ...]:
         made = (empty(self.outputs[0]) if out is None else out, *map(empty, self.outputs[1:]))
         given = [*tensors, *made]
@@ -133,6 +129,24 @@ class Run:
 
 
 _KERNELS: dict[str, Kernel | None] = {}
+
+
+def compile_runs(runs: Iterable[Run]) -> None:
+    """Compile runs, beside each other; each distinct one is compiled and tried once in a process.
+
+    (Inductor keeps what it has compiled on disk.)
+    """
+    new = {run.key: run for run in runs if run.key not in _KERNELS}
+    for exact in {run.exact for run in new.values()}:
+        these = [run for run in new.values() if run.exact is exact]
+        with real_tensors(), torch.no_grad(), torch.autocast(these[0].outputs[0].device.type, enabled=False):
+            compiled = compile_all([run.source for run in these], exact=exact)
+            for run, call in zip(these, compiled, strict=True):
+                if isinstance(call, Exception):  # whatever the compiler raises, the ops run as before
+                    _told(type(call).__name__, str(call).strip().partition("\n")[0])
+                    _KERNELS[run.key] = None
+                else:
+                    _KERNELS[run.key] = run.tried(call)
 
 
 @functools.cache

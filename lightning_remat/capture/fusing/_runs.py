@@ -8,7 +8,7 @@ the forward's result would (`_compute_again`): noise of a mask, a sum of what is
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 import torch.fx
@@ -20,7 +20,7 @@ from lightning_remat.capture._order import execution_order
 from lightning_remat.capture._own_functions import put
 from lightning_remat.capture._sorting import sort
 from lightning_remat.capture._torch import hint
-from lightning_remat.capture.fusing._fused import Run
+from lightning_remat.capture.fusing._fused import Run, compile_runs
 from lightning_remat.capture.fusing._rules import CONSTANTS, is_inside_view, may_be_fused
 from lightning_remat.graph import Phase
 
@@ -33,9 +33,10 @@ MOST_TENSORS = 24
 def fuse_runs(graph: torch.fx.Graph, num_fwd_outputs: int, *, exact: bool) -> bool:
     """Put one function in the place of each run of ops in a joint graph; returns whether there are any."""
     _compute_again(graph, num_fwd_outputs)
-    found = 0
-    for members in _runs(_order(graph, num_fwd_outputs), exact):
-        found += _replace(graph, members, exact)
+    runs = _runs(_order(graph, num_fwd_outputs), exact)
+    number = {node: number for number, node in enumerate(graph.nodes)}
+    compile_runs(_cut(members, number, exact).run for members in runs)
+    found = sum(_replace(graph, members, exact) for members in runs)
     return found > 0 and sort(graph)
 
 
@@ -145,9 +146,26 @@ def _runs(order: Sequence[tuple[Node, Phase]], exact: bool) -> list[_Members]:
 # -- putting a function in their place --------------------------------------------------------------------------------
 
 
-def _replace(graph: torch.fx.Graph, members: _Members, exact: bool) -> bool:
-    """Put a compiled function in the place of a run's ops; returns whether there is one, with eager's numbers if ``exact``."""
-    ops, number = set(members.ops), {node: number for number, node in enumerate(graph.nodes)}
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """A run as it is cut out of a graph.
+
+    Attributes:
+        run: what is put in its place.
+        inputs: nodes that it reads.
+        returned: its ops that others read.
+        gone: nodes that are not in the graph any more then.
+    """
+
+    run: Run
+    inputs: list[Node]
+    returned: list[Node]
+    gone: set[Node]
+
+
+def _cut(members: _Members, number: Mapping[Node, int], exact: bool) -> _Cut:
+    """How a run is cut out, where nodes come in the order of their numbers."""
+    ops = set(members.ops)
     inside, left = set(ops), set[Node]()  # views that lead to the run's ops, and those that others read, which stay
     for view in sorted(members.views, key=number.__getitem__, reverse=True):
         if not inside.isdisjoint(view.users):
@@ -159,12 +177,19 @@ def _replace(graph: torch.fx.Graph, members: _Members, exact: bool) -> bool:
     returned = sorted(stays, key=_nbytes, reverse=True)
     program, inputs = _program(sorted(inside, key=number.__getitem__), returned)
     run = Run(program, tuple(map(_spec, inputs)), tuple(map(_spec, returned)), exact)
-    kernel = run.kernel()
+    return _Cut(run, inputs, returned, (ops | members.views) - left)
+
+
+def _replace(graph: torch.fx.Graph, members: _Members, exact: bool) -> bool:
+    """Put a compiled function in the place of a run's ops; returns whether there is one, with eager's numbers if ``exact``."""
+    number = {node: number for number, node in enumerate(graph.nodes)}
+    cut = _cut(members, number, exact)
+    kernel = cut.run.kernel()
     if kernel is None:
         return False
-    place = max(members.ops, key=number.__getitem__)
-    put(place, run.function(kernel), inputs, returned, returned[0], "fused", ops)
-    for node in sorted((ops | members.views) - left, key=number.__getitem__, reverse=True):
+    place, ops = max(members.ops, key=number.__getitem__), set(members.ops)
+    put(place, cut.run.function(kernel), cut.inputs, cut.returned, cut.returned[0], "fused", ops)
+    for node in sorted(cut.gone, key=number.__getitem__, reverse=True):
         graph.erase_node(node)
     return True
 
