@@ -21,17 +21,21 @@ from lightning_remat.capture._own_functions import put
 from lightning_remat.capture._sorting import sort
 from lightning_remat.capture._torch import hint
 from lightning_remat.capture.fusing._fused import Run, compile_runs
+from lightning_remat.capture.fusing._opened import open_layer_norms
 from lightning_remat.capture.fusing._rules import CONSTANTS, is_inside_view, may_be_fused
 from lightning_remat.graph import Phase
 
 Node = torch.fx.Node
 
 MOST_TENSORS = 24
-"""The most tensors that a run reads and returns: all of them are there at once while it runs."""
+"""The most tensors that a run reads and returns: all of them are there at once while it runs. (What is only between its ops is
+nowhere in memory.)"""
 
 
 def fuse_runs(graph: torch.fx.Graph, num_fwd_outputs: int, *, exact: bool) -> bool:
     """Put one function in the place of each run of ops in a joint graph; returns whether there are any."""
+    if not exact:
+        open_layer_norms(graph)
     _compute_again(graph, num_fwd_outputs)
     runs = _runs(_order(graph, num_fwd_outputs), exact)
     number = {node: number for number, node in enumerate(graph.nodes)}
@@ -96,9 +100,12 @@ class _Members:
 
     def may_take(self, node: Node, backward: bool) -> bool:
         """Whether a run is of the same phase and device, and takes few enough tensors with another op."""
-        tensors = {one for op in (*self.ops, node) for one in (op, *op.all_input_nodes)} - self.views
+        ops = {*self.ops, node}
+        inside = ops | self.views
+        read = {source for op in ops for source in op.all_input_nodes} - inside
+        returned = [op for op in ops if not inside.issuperset(op.users)]
         alike = all(op.meta["val"].device == node.meta["val"].device for op in self.ops)
-        return self.backward == backward and alike and len(tensors) <= MOST_TENSORS
+        return self.backward == backward and alike and len(read) + len(returned) <= MOST_TENSORS
 
     def reads_with(self, node: Node) -> bool:
         """Whether an op reads a tensor that the run reads, and makes as many numbers."""
