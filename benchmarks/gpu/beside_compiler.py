@@ -12,7 +12,7 @@ import functools
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -82,13 +82,20 @@ def peers(dry: bool) -> dict[str, Method]:
 
 
 def cases(settings: Settings) -> Sequence[Case]:
-    """Every network in every way; those of a network share a process."""
+    """Every network in every way; those of a network share a process. What compiles longest begins."""
+    compiled, others = _apart(peers(settings.dry))
     return [
         Case(f"{name}, {way}", name, {"network": name, "way": way})
         for name, (network, _) in NETWORKS.items()
         if not settings.networks or network in settings.networks
-        for way in (*peers(settings.dry), *WAYS)
+        for way in (*compiled, *others, *WAYS)
     ]
+
+
+def _apart(ways: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Compiled ways, and others."""
+    found = list(ways)
+    return [way for way in found if way.startswith("compile")], [way for way in found if not way.startswith("compile")]
 
 
 def run(case: Mapping[str, Any], settings: Settings) -> Result:
@@ -136,7 +143,7 @@ class Trial:
         Raises:
             RuntimeError: where none of them ran.
         """
-        compiled = [self.row(way) for way in self.peers if way.startswith("compile")]
+        compiled = [self.row(way) for way in _apart(self.peers)[0]]
         ran = [row for row in compiled if row.get("seconds")]
         if not ran:
             raise RuntimeError(f"no compiled step ran: {compiled[0].get('error')}")
@@ -254,7 +261,9 @@ def table(results: Mapping[str, Result]) -> str:
         description = next((one["description"] for one in found.values() if "description" in one), name)
         columns = (description, "peak, GiB", "reserved, GiB", "ms", "of eager's", "first step, s", "bits", "")
         rows = []
-        for way, one in found.items():
+        for way in (*peers(dry=True), *WAYS):
+            if (one := found.get(way)) is None:
+                continue
             of_eager, first = one.get("of_eager"), one.get("first_step_seconds")
             bits = "" if "differing" not in one else "≠" if one["differing"] else "="
             rows.append(

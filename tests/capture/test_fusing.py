@@ -486,7 +486,9 @@ def test_a_run_takes_few_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
         return (total,)
 
     inputs = [torch.randn(5) for _ in range(5)]
-    runs, found = fused(function, *inputs)  # three are read and one returned, and the next run reads that and two others
+    runs, found = fused(
+        function, *inputs
+    )  # three are read and one returned, and the next run reads that and two others
     assert runs == 2 and torch.equal(found[0], function(*inputs)[0])
 
 
