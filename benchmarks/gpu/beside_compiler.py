@@ -39,7 +39,7 @@ from benchmarks.gpu.part import (
     Settings,
     result,
 )
-from benchmarks.gpu.steps import Left, infeasible, left_by, not_captured, plan_facts
+from benchmarks.gpu.steps import Left, infeasible, largest_difference, left_by, not_captured, plan_facts
 from lightning_remat import InfeasibleBudgetError, Rematerialized, rematerialize
 from lightning_remat.measure import held_bytes, track_peak
 from lightning_remat.runtime._recordings import WARM_UP
@@ -155,6 +155,7 @@ class Trial:
         module = copy.deepcopy(self.module) if method.family == CHECKPOINT else self.module
         fields: dict[str, Any] = {"description": self.workload.description, "nondeterministic": self.undetermined}
         self._empty()
+        before = self._taken()
         try:
             call = method.prepare(module, self.workload.blocks)
             began = time.perf_counter()
@@ -170,9 +171,10 @@ class Trial:
             line = next((line for line in str(error).splitlines() if line.strip()), "")
             return result(status="dies", error=f"{type(error).__name__}: {line[:200]}", **fields)
         with alone():
-            fields |= self._peaks(module, call)
+            fields |= self._peaks(module, call, before)
             fields |= self._timed(module, call)
-        fields |= {"differing": sorted(left.differences(self.right)), "worst": left.worst(self.right)}
+        fields["differing"] = sorted(left.differences(self.right))
+        fields["loss_error"] = largest_difference(left.losses, self.right.losses, self.right.losses)
         return self._judged(way, call, fields) if isinstance(call, Rematerialized) else result(**fields)
 
     def _judged(self, way: str, call: Rematerialized, fields: dict[str, Any]) -> Result:
@@ -204,26 +206,30 @@ class Trial:
         losses = [self.made.step(module, call) for _ in range(SEEDED)]
         return dataclasses.replace(left_by(module, losses), parameters={})
 
-    def _peaks(self, module: nn.Module, call: Callable[..., torch.Tensor]) -> dict[str, int | None]:
-        """The most that a step, beside its old gradients, takes of the device above what is there without."""
+    def _peaks(
+        self, module: nn.Module, call: Callable[..., torch.Tensor], before: tuple[int, int]
+    ) -> dict[str, int | None]:
+        """The most that a step, beside its old gradients, takes of the device above what was allocated and reserved before."""
         module.zero_grad(set_to_none=True)
-        self._empty()
-        device = self.made.device
-        on_device = device.type == "cuda"
-        allocated = torch.cuda.memory_allocated(device) if on_device else 0
-        reserved = torch.cuda.memory_reserved(device) if on_device else 0
         self.made.step(module, call)
+        gc.collect()
+        held, on_device = held_bytes([one.grad for one in module.parameters()]), self.made.device.type == "cuda"
         if on_device:
-            gc.collect()
             torch.cuda.empty_cache()
-        held = held_bytes([one.grad for one in module.parameters()])
-        with track_peak(device) as peak:
+        with track_peak(self.made.device) as peak:
             self.made.step(module, call)
         assert peak.peak_bytes is not None, peak.reason
         if not on_device:
             return {"peak_bytes": held + peak.peak_bytes}
         assert peak.allocated_bytes is not None and peak.reserved_bytes is not None
-        return {"peak_bytes": peak.allocated_bytes - allocated, "reserved_bytes": peak.reserved_bytes - reserved}
+        return {"peak_bytes": peak.allocated_bytes - before[0], "reserved_bytes": peak.reserved_bytes - before[1]}
+
+    def _taken(self) -> tuple[int, int]:
+        """Bytes that are allocated and reserved on the device."""
+        device = self.made.device
+        if device.type != "cuda":
+            return 0, 0
+        return torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
 
     def _timed(self, module: nn.Module, call: Callable[..., torch.Tensor]) -> dict[str, float]:
         """Median seconds of a step, and of it the median share of an eager step's, which take turns."""
