@@ -24,6 +24,12 @@ pytestmark = [
 ]
 
 
+def large(make: Factory, dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor]:
+    """A network with a batch large enough that its ops take longer than it does to launch them."""
+    module, batch = make(dtype)
+    return module, torch.cat([batch.roll(number, 0) for number in range(8)])
+
+
 def runs(step: Rematerialized) -> int:
     """How many ops of a step's plan are compiled runs."""
     assert step.plan is not None and len(step.plans) == 1 and not step.failures
@@ -34,7 +40,7 @@ def runs(step: Rematerialized) -> int:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("make", [gpt2, conv_net])
 def test_fused_steps_have_the_bits_of_eager(make: Factory, dtype: torch.dtype, budget: float) -> None:
-    eager, batch = make(dtype)
+    eager, batch = large(make, dtype)
     module = copy.deepcopy(eager)
     step = rematerialize(module, budget=budget, fuse="exact", time_limit=3.0)
     assert all(map(torch.equal, trained(module, step, batch), trained(eager, eager, batch)))
@@ -46,7 +52,7 @@ def test_fused_steps_have_the_bits_of_eager(make: Factory, dtype: torch.dtype, b
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("make", [gpt2, conv_net])
 def test_under_autocast(make: Factory, half: torch.dtype, cuda_graphs: bool) -> None:
-    eager, batch = make(torch.float32)
+    eager, batch = large(make, torch.float32)
     module = copy.deepcopy(eager)
     step = rematerialize(module, budget=0.6, fuse="exact", cuda_graphs=cuda_graphs, time_limit=3.0)
 
@@ -61,7 +67,7 @@ def test_under_autocast(make: Factory, half: torch.dtype, cuda_graphs: bool) -> 
 
 @pytest.mark.parametrize("fuse", ["exact", "fast"])
 def test_the_peak_is_within_the_budget(fuse: str) -> None:
-    module, batch = gpt2(torch.bfloat16)
+    module, batch = large(gpt2, torch.bfloat16)
     step = rematerialize(module, budget=0.6, fuse=fuse, time_limit=3.0)
     for _ in range(3):
         loss = step(batch)
@@ -86,7 +92,7 @@ def loss_after(module: nn.Module, call: Callable[..., torch.Tensor], batch: torc
 
 def test_fast_runs_are_told_and_near(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.functional, "dropout", lambda x, *_args, **_kwargs: x)
-    eager, batch = gpt2(torch.float32)
+    eager, batch = large(gpt2, torch.float32)
     module = copy.deepcopy(eager)
     step = rematerialize(module, budget=1.0, fuse="fast", time_limit=3.0)
     torch.testing.assert_close(loss_after(module, step, batch), loss_after(eager, eager, batch), rtol=1e-3, atol=1e-3)

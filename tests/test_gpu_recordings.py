@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import nn
 
 from lightning_remat import Rematerialized, rematerialize
@@ -104,22 +105,34 @@ def test_a_recorded_fit_has_the_bits_of_eager(options: dict[str, Any]) -> None:
     assert not remat.failures
 
 
+class AtHome(Callback):
+    """Before each step of the optimizer, whether all gradients lie where recorded backwards add them up."""
+
+    def __init__(self, recorders: list[Recorder]) -> None:
+        self.recorders = recorders
+        self.found: list[bool] = []
+
+    def on_before_optimizer_step(self, _trainer: Any, pl_module: Any, _optimizer: Any) -> None:
+        if self.recorders:
+            homes, parameters = self.recorders[0]._shared.homes, list(pl_module.parameters())
+            self.found.append(all(p.grad is not None and homes.has(p, p.grad) for p in parameters))
+
+
 def test_gradients_lie_where_the_recorded_backward_adds_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """No copies of them are made: the memory of a step with its recordings is about what it was planned to be."""
-    seen: list[Recorder] = []
+    replayed: list[Recorder] = []
     replay = Recorder._replay_backward
 
     def seeing(self: Recorder, *args: Any) -> Any:
-        seen.append(self)
+        replayed.append(self)
         return replay(self, *args)
 
     monkeypatch.setattr(Recorder, "_replay_backward", seeing)
     remat = RematCallback("min", artifacts=False, time_limit=3.0, cuda_graphs=True)
-    fit = training.fit(training.Classifier, remat, accelerator="cuda", devices=1, deterministic=True, max_epochs=6)
-    assert len(seen) >= 6
-    homes = seen[0]._shared.homes
-    for parameter in fit.module.parameters():
-        assert parameter.grad is not None and homes.has(parameter, parameter.grad)
+    at_home = AtHome(replayed)
+    options: dict[str, Any] = {"accelerator": "cuda", "devices": 1, "deterministic": True, "max_epochs": 6}
+    training.fit(training.Classifier, remat, at_home, **options)
+    assert len(replayed) >= 6 and len(at_home.found) >= 6 and all(at_home.found)
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["forward", "backward"])

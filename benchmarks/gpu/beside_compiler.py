@@ -162,7 +162,8 @@ class Trial:
             with measuring_alone():
                 self.made.step(module, call)
             fields["first_step_seconds"] = time.perf_counter() - began
-            left = self._trained(module, call)
+            with alone():
+                left = self._trained(module, call)
         except InfeasibleBudgetError as error:
             return result(status=INFEASIBLE, **fields, **infeasible(error))
         except Exception as error:

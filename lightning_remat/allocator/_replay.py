@@ -218,7 +218,9 @@ def _footprint_of(
         return Footprint(
             allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, arrangement, run.at or "the step's beginning"
         )
-    return Footprint(allocator.peak_allocated_bytes, allocator.peak_reserved_bytes, arrangement, flushes=flushes)
+    beside = SMALL_SEGMENT if arrangement is Arrangement.EXPANDABLE else 0
+    reserved_bytes = allocator.peak_reserved_bytes + beside
+    return Footprint(allocator.peak_allocated_bytes, reserved_bytes, arrangement, flushes=flushes)
 
 
 class _Run:
