@@ -10,6 +10,7 @@ from typing import Any
 from lightning_remat.allocator._caching import (
     BLOCK,
     ROUND_SEGMENT,
+    SMALL_SEGMENT,
     Block,
     CachingAllocator,
     OutOfDeviceMemoryError,

@@ -61,15 +61,23 @@ class DeviceMemory:
     arrangements: tuple[Arrangement, ...] = (Arrangement.AS_IT_IS,)
     limit_bytes: int | None = None
 
-    def footprint(self, graph: ComputationGraph, schedule: Schedule, limit_bytes: int | None = None) -> Footprint:
+    def footprint(
+        self,
+        graph: ComputationGraph,
+        schedule: Schedule,
+        limit_bytes: int | None = None,
+        allocated_bytes: int | None = None,
+    ) -> Footprint:
         """What the allocator does with a schedule in the best arrangement, within a limit (by default the device's).
 
-        Where a schedule evaluates nothing again and fits without a new arrangement, memory stays as it is.
+        Where a schedule evaluates nothing again and fits without a new arrangement, memory stays as it is: where no more is
+        reserved than the limit, and no more allocated than ``allocated_bytes`` (``None`` for any number).
         """
         limit = self.limit_bytes if limit_bytes is None else limit_bytes
         if max(schedule.evaluations.values(), default=0) <= 1:
             plain = footprint(graph, schedule, limit, self.holdings, self.arrangements[0])
-            if plain.fits and not plain.flushes:
+            within = allocated_bytes is None or plain.allocated_bytes <= allocated_bytes
+            if plain.fits and not plain.flushes and within:
                 return plain
         return best_footprint(graph, schedule, limit, self.holdings, self.arrangements)
 
@@ -96,10 +104,10 @@ class DeviceMemory:
             closest, with a note (and a warning in the log).
         """
         assert solution.schedule is not None
-        limit = budget_bytes if reserved else None
+        limits = (budget_bytes, None) if reserved else (None, budget_bytes)
         first = solution
         within = min(budget_bytes, max(solution.peak_bytes, graph.floor_bytes))
-        best = graph, solution, self.footprint(graph, solution.schedule, limit)
+        best = graph, solution, self.footprint(graph, solution.schedule, *limits)
         for _ in range(TRIES):
             if self._excess(best, budget_bytes, reserved) <= 0:
                 return _bounded(best, first)
@@ -109,7 +117,7 @@ class DeviceMemory:
             except (InfeasibleBudgetError, ScheduleError):
                 break
             assert solution.schedule is not None
-            found = graph, solution, self.footprint(graph, solution.schedule, limit)
+            found = graph, solution, self.footprint(graph, solution.schedule, *limits)
             if self._excess(found, budget_bytes, reserved) < self._excess(best, budget_bytes, reserved):
                 best = found
             within = min(within, solution.peak_bytes)

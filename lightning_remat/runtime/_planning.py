@@ -301,7 +301,8 @@ class Planning:
         """Whether a schedule fits by the device allocator's model, and its footprint (``None`` without a model)."""
         if memory is None:
             return True, None
-        footprint = memory.footprint(graph, schedule, budget_bytes if self._reserved else None)
+        limits = (budget_bytes, None) if self._reserved else (None, budget_bytes)
+        footprint = memory.footprint(graph, schedule, *limits)
         return footprint.fits and (self._reserved or footprint.allocated_bytes <= budget_bytes), footprint
 
     def with_beside(self, plan: Plan, memory: DeviceMemory | None, nbytes: int, budget_bytes: int = 0) -> Plan:

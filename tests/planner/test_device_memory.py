@@ -138,6 +138,23 @@ def test_what_is_settled_is_within_the_budget_or_said(
     assert within != any("fragmented" in note for note in solution.notes)
 
 
+def test_the_step_as_it_is_fits_the_whole_of_its_peak() -> None:
+    """What is not split off would count beside it: with expandable segments all is, and nothing is evaluated again."""
+    graph, _ = batch_24()
+    graph = graph.replace(
+        storages=tuple(-(-nbytes // 512) * 512 for nbytes in graph.storages),
+        ops=tuple(dataclasses.replace(op, workspace_bytes=-(-op.workspace_bytes // 512) * 512) for op in graph.ops),
+        resident_bytes=-(-graph.resident_bytes // 512) * 512,
+    )
+    problem = Problem(graph)
+    as_it_is = footprint(graph, problem.expand(problem.captured))
+    plan = make_plan(graph, RematConfig(budget=1.0, time_limit=5), memory=DeviceMemory(Holdings(), ALL))
+    assert plan.budget_bytes == plan.baseline_peak_bytes < as_it_is.allocated_bytes
+    assert not plan.rematerializes and plan.footprint is not None
+    assert plan.footprint.arrangement is Arrangement.EXPANDABLE
+    assert plan.footprint.allocated_bytes <= plan.budget_bytes
+
+
 # -- settings of the allocator ----------------------------------------------------------------------------------------
 
 
