@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from lightning_remat import Rematerialized, rematerialize
+from lightning_remat.capture import CapturedGraph, Fusing
 from lightning_remat.measure import held_bytes, track_peak
-from lightning_remat.planner._tiling import _TOLD, Fusing
+from lightning_remat.planner._tiling import _TOLD
+from lightning_remat.runtime import _plans
 from tests.test_gpu import DTYPES, Factory, conv_net, deterministic, gpt2
 from tests.test_gpu_recordings import assert_same, recorded, trained
 
@@ -91,8 +93,11 @@ def loss_after(module: nn.Module, call: Callable[..., torch.Tensor], batch: torc
 
 
 def test_fast_runs_are_told_and_near(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.nn.functional, "dropout", lambda x, *_args, **_kwargs: x)
-    eager, batch = large(gpt2, torch.float32)
+    def fused(captured: CapturedGraph, **_options: object) -> list[tuple[CapturedGraph | None, float]]:
+        return [(captured.fused(Fusing.FAST), 0.0)]  # no other form is looked at: small networks are faster as they are
+
+    monkeypatch.setattr(_plans, "forms", fused)
+    eager, batch = gpt2(torch.float32)
     module = copy.deepcopy(eager)
     step = rematerialize(module, budget=1.0, fuse="fast", time_limit=3.0)
     torch.testing.assert_close(loss_after(module, step, batch), loss_after(eager, eager, batch), rtol=1e-3, atol=1e-3)

@@ -207,6 +207,8 @@ class CudaTapes:
             generator.graphsafe_set_state(safe)
             _spoilt[index] += 1
             raise
+        # Seed and offset were set to zero on the stream that was recorded, and are set on this one before each replay.
+        torch.cuda.synchronize(self._device)
         _clear_workspaces()
         tape = Tape(graph, taping, index)
         self._tapes.add(tape)
