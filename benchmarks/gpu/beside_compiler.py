@@ -155,7 +155,7 @@ class Trial:
         module = copy.deepcopy(self.module) if method.family == CHECKPOINT else self.module
         fields: dict[str, Any] = {"description": self.workload.description, "nondeterministic": self.undetermined}
         self._empty()
-        before = self._taken()
+        before = torch.cuda.memory_allocated(self.made.device) if self.made.device.type == "cuda" else 0
         try:
             call = method.prepare(module, self.workload.blocks)
             began = time.perf_counter()
@@ -207,10 +207,8 @@ class Trial:
         losses = [self.made.step(module, call) for _ in range(SEEDED)]
         return dataclasses.replace(left_by(module, losses), parameters={})
 
-    def _peaks(
-        self, module: nn.Module, call: Callable[..., torch.Tensor], before: tuple[int, int]
-    ) -> dict[str, int | None]:
-        """The most that a step, beside its old gradients, takes of the device above what was allocated and reserved before."""
+    def _peaks(self, module: nn.Module, call: Callable[..., torch.Tensor], before: int) -> dict[str, int | None]:
+        """The most that a step, beside its old gradients, takes of the device above what was allocated before."""
         module.zero_grad(set_to_none=True)
         self.made.step(module, call)
         gc.collect()
@@ -223,14 +221,7 @@ class Trial:
         if not on_device:
             return {"peak_bytes": held + peak.peak_bytes}
         assert peak.allocated_bytes is not None and peak.reserved_bytes is not None
-        return {"peak_bytes": peak.allocated_bytes - before[0], "reserved_bytes": peak.reserved_bytes - before[1]}
-
-    def _taken(self) -> tuple[int, int]:
-        """Bytes that are allocated and reserved on the device."""
-        device = self.made.device
-        if device.type != "cuda":
-            return 0, 0
-        return torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        return {"peak_bytes": peak.allocated_bytes - before, "reserved_bytes": peak.reserved_bytes - before}
 
     def _timed(self, module: nn.Module, call: Callable[..., torch.Tensor]) -> dict[str, float]:
         """Median seconds of a step, and of it the median share of an eager step's, which take turns."""
@@ -298,8 +289,8 @@ PART = Part(
     title="Beside the compiler",
     about="Above parameters, buffers and batch; deterministic. `compile, 0.5`: `torch.compile` with that "
     '`activation_memory_budget`. smallest: `budget="min"`; other budgets are the peak of the fastest compiled step. fused: '
-    '`fuse="exact"`; fast: `fuse="fast"`; recorded: `cuda_graphs=True`, whose memory counts as reserved alone. First '
-    "steps compile and plan beside other processes.",
+    '`fuse="exact"`; fast: `fuse="fast"`; recorded: `cuda_graphs=True`, whose memory counts as reserved alone. Steps are timed '
+    "in turns with eager ones, while other processes compile and make first steps on the same device.",
     module=__name__,
     cases=cases,
     run=run,

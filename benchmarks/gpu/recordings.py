@@ -64,7 +64,7 @@ def run(case: Mapping[str, Any], settings: Settings) -> Result:
     left: dict[str, Left] = {}
     errors = []
     for way, options in WAYS.items():
-        before = _reserved(made.device)
+        before = _allocated(made.device)
         module = copy.deepcopy(workload.module)
         call = _planned(module, options, settings)
         try:
@@ -106,18 +106,18 @@ def _trained(made: Training, module: nn.Module, call: Callable[..., torch.Tensor
     return left_by(module, losses)
 
 
-def _reserved(device: torch.device) -> int:
-    """Bytes that are reserved on the device, less what is cached; 0 on the CPU."""
+def _allocated(device: torch.device) -> int:
+    """Bytes that are allocated on the device, of which none are cached; 0 on the CPU."""
     gc.collect()
     if device.type != "cuda":
         return 0
     torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved(device)
+    return torch.cuda.memory_allocated(device)
 
 
 def _reserved_in_a_step(made: Training, module: nn.Module, call: Callable[..., torch.Tensor]) -> int:
     """The most that is reserved in one more step: of a recorded one that is what it takes, not what counts as allocated."""
-    _reserved(made.device)
+    _allocated(made.device)
     with track_peak(made.device) as peak:
         made.step(module, call)
     return peak.reserved_bytes or 0
