@@ -1,6 +1,6 @@
 """What a step costs beside its kernels: tiny networks, whose steps are Python, dispatch and autograd almost alone.
 
-    python -m benchmarks.launches                      # all fourteen networks: a few minutes
+    python -m benchmarks.launches                      # all networks: a few minutes
     python -m benchmarks.launches --network gpt2 resnet50
 
 Each network is as deep as people train it, or nearly, and as narrow as it can be, on one thread of the CPU. Steps (forward
@@ -43,6 +43,7 @@ _TINY: Mapping[str, dict[str, Any]] = {
     "gpt2-nodropout": _TEXT,
     "transformer": {"layers": 3, "length": 4, "batch": 2},
     "transformer-6+6": {"layers": 6, "length": 4, "batch": 2},
+    "llama": _TEXT,
     "bert": _TEXT,
     "t5": {**_TEXT, "layers": 3},
     "vit": {"layers": 6, "width": 16},
