@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can show, in about 25 minutes: tests, bits, peaks, training, batch sizes, peers.
+# Everything that only a GPU can show, in about an hour: tests, bits, peaks, training, batch sizes, the compiler.
 #
 #   PYTHON=python3 benchmarks/gpu.sh [--only bits] [--networks gpt2 resnet18] [--minutes 9]     (see --help)
 #

@@ -1,4 +1,4 @@
-"""Show on a GPU what can be shown there only: the tests marked so, bits, peaks, training, peers.
+"""Show on a GPU what can be shown there only: the tests marked so, bits, peaks, training, the compiler.
 
     benchmarks/gpu.sh                          # everything; a run that was stopped goes on where it was
     benchmarks/gpu.sh --only bits --networks gpt2 resnet18
