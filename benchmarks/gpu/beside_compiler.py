@@ -290,7 +290,7 @@ PART = Part(
     about="Above parameters, buffers and batch; deterministic. `compile, 0.5`: `torch.compile` with that "
     '`activation_memory_budget`. smallest: `budget="min"`; other budgets are the peak of the fastest compiled step. fused: '
     '`fuse="exact"`; fast: `fuse="fast"`; recorded: `cuda_graphs=True`, whose memory counts as reserved alone. Steps are timed '
-    "in turns with eager ones, while other processes compile and make first steps on the same device.",
+    "in turns with eager ones.",
     module=__name__,
     cases=cases,
     run=run,
