@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -112,7 +113,15 @@ def _not_waiting() -> Iterator[Callable[[], None]]:
 
     own: Any = AsyncCompile.wait
     left: list[tuple[AsyncCompile, dict[str, Any]]] = []
-    AsyncCompile.wait = lambda self, scope: left.append((self, scope))
+    thread = threading.get_ident()
+
+    def note(compiler: AsyncCompile, scope: dict[str, Any]) -> None:
+        if threading.get_ident() == thread:
+            left.append((compiler, scope))
+        else:  # another thread compiles something else
+            own(compiler, scope)
+
+    AsyncCompile.wait = note
 
     def wait() -> None:
         for compiler, scope in left:
