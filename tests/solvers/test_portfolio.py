@@ -22,6 +22,7 @@ from lightning_remat.solvers import (
     register,
     solve,
 )
+from lightning_remat.solvers.bounds._binding_moments import GAIN
 from lightning_remat.solvers.common._problem import NodeSequence
 from lightning_remat.solvers.portfolio import _auto
 from tests.helpers.brute_force import cheapest_of_any_order
@@ -97,6 +98,22 @@ def test_auto_improves_several_schedules_and_the_best_of_them_again(monkeypatch:
     improved = [note.split()[1] for note in best.notes if note.startswith("improved ")]
     assert len(set(improved)) > 1
     assert max(improved.count(method) for method in improved) > 1
+
+
+@pytest.mark.parametrize("budget", [40, 100])
+def test_auto_tries_no_more_on_a_larger_graph_once_a_bound_is_near(budget: int) -> None:
+    graph = unit_chain(120).replace(forward_outputs=(120,))
+    best = solve(graph, budget, "auto")
+    tried = {note.split(":")[0] for note in best.notes if ":" in note}
+    assert {"crossing", "moments"} <= tried and not tried & {"rotor", "descent", "hiremate"}
+    assert best.gap < GAIN
+    assert best.seconds <= solve(graph, budget, "rotor").seconds
+
+
+def test_auto_tries_the_others_on_a_larger_graph_where_nothing_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_auto, "GAIN", -1.0)
+    solution = solve(unit_chain(110).replace(forward_outputs=(110,)), 40, "auto", seconds=2.0)
+    assert any(note.startswith("rotor:") for note in solution.notes)
 
 
 @pytest.mark.long

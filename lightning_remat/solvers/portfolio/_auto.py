@@ -1,7 +1,8 @@
 """The method "auto": methods that are quick and good on networks, the cheapest schedules improved, and a lower bound.
 
 "crossing" gives a bound, and schedules that are near it where the budget binds at the moment between forward and
-backward. Where they are well above it, "moments" has a better bound, and other schedules. "rotor" decides by blocks,
+backward. Where they are above it, "moments" has a better bound, and other schedules unless they are near that one: then
+nothing more is tried on larger graphs. "rotor" decides by blocks,
 which is better where the budget is low, and "descent" gives up what is held at the peak, which is best where the budget
 is very low. "descent" and "hiremate" run only while the gap to the bound is open. So do "rotor" and "descent" on the
 problem with its backward in another order (`reorder`), if one takes less memory. The cheapest schedules are where
@@ -15,9 +16,11 @@ from __future__ import annotations
 import logging
 import math
 import time
+from typing import Any
 
 from lightning_remat.errors import GraphError, ScheduleError, SolverError
 from lightning_remat.schedule import verify
+from lightning_remat.solvers.bounds._binding_moments import GAIN
 from lightning_remat.solvers.bounds._minimum_cut import BACKWARD_AFTER_FORWARD
 from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._problem import NodeSequence, Problem
@@ -166,13 +169,13 @@ class _Portfolio:
         self.notes: list[str] = []
         self._bounds: list[tuple[float, str]] = []
 
-    def attempt(self, method: str, limit: float, other: Reordered | None = None) -> bool:
+    def attempt(self, method: str, limit: float, other: Reordered | None = None, **options: Any) -> bool:
         """Run one method until ``limit``, on the problem or another order of it; return whether it found a schedule."""
         begun = time.monotonic()
         self.asked.add(method)
         label = f"{method}, reordered" if other else method
         try:
-            answer = run_algorithm(method, other or self.problem, self.budget_bytes, limit)
+            answer = run_algorithm(method, other or self.problem, self.budget_bytes, limit, **options)
         except (SolverError, GraphError) as error:  # a defect of that method: there are others
             self.notes.append(f"{label}: {REFUSED}: {error}")
             log.warning("%s: %s (%s)", label, REFUSED, error)
@@ -197,6 +200,10 @@ class _Portfolio:
         """Seconds a step of the cheapest schedule; infinity without one."""
         return min([cost for cost, _, _ in self.found], default=math.inf)
 
+    def cheapest(self) -> NodeSequence:
+        """The cheapest schedule, where something was found."""
+        return min(self.found, key=lambda one: one[0])[1]
+
     def proven(self, cost: float) -> tuple[float, str]:
         """The largest bound, in seconds, that holds for a schedule of this cost, and its scope.
 
@@ -214,8 +221,14 @@ class _Portfolio:
         """Run what suits the size of the problem."""
         size, known = len(self.problem), bool(self.found)
         self.attempt("crossing", until)
-        self.attempt("rotor", 0.5 * (clock() + until) if known else until)
-        if self.gap() > (CLOSED_GAP if size <= MOMENTS_UP_TO else OPEN_GAP):
+        if size > QUICK_UP_TO and self.found and self.gap() > GAIN:
+            limit = min(0.5 * (clock() + self.deadline), clock() + span)
+            self.attempt("moments", limit, known=self.cheapest())
+        if size > QUICK_UP_TO and self.gap() <= GAIN:
+            return
+        enough = clock() + 0.5 * span
+        self.attempt("rotor", min(self.deadline, enough if known else max(until, enough)))
+        if "moments" not in self.asked and self.gap() > (CLOSED_GAP if size <= MOMENTS_UP_TO else OPEN_GAP):
             self.attempt("moments", min(self.deadline, clock() + span))
         for method in QUICK if size <= QUICK_UP_TO else ():
             self.attempt(method, until)
