@@ -64,7 +64,13 @@ IMPROVING_KNOWN = 0.6
 """Where a schedule is known from the beginning: the share of the time that is for improving, if the gap is wide."""
 
 CLOSED_GAP = 0.001
-"""Gap up to which nothing is improved any more: costs are not known more precisely than that."""
+"""Gap up to which little is improved any more (`LAST_SECONDS`): costs are not known more precisely than that."""
+
+LAST_SECONDS = 3.0
+"""Seconds for improving larger graphs' schedules at this gap, and in proportion down to `LEAST_GAP`."""
+
+LEAST_GAP = 0.0001
+"""Gap up to which nothing is improved at all."""
 
 REFUSED = "what it found breaks a rule, and another schedule is taken; please report it"
 """Words of the note and warning on a method that has a defect."""
@@ -140,8 +146,12 @@ def auto(
         else:
             until = min(searching, begun + span)
             portfolio.search(until, span, exact_up_to, exact_seconds)
-            share = min(max(portfolio.gap() / IMPROVING_GAP, IMPROVING_SHARES[0]), IMPROVING_SHARES[1])
-            portfolio.improve(min(deadline, max(until, clock() + share * span)), improvements)
+            if portfolio.gap() > CLOSED_GAP:
+                share = min(max(portfolio.gap() / IMPROVING_GAP, IMPROVING_SHARES[0]), IMPROVING_SHARES[1])
+                portfolio.improve(min(deadline, max(until, clock() + share * span)), improvements)
+            elif len(problem) > QUICK_UP_TO:
+                last = LAST_SECONDS * portfolio.gap() / CLOSED_GAP
+                portfolio.improve(min(deadline, clock() + last), improvements // 2, LEAST_GAP)
             if portfolio.gap() > EXACT and "moments" not in portfolio.asked and clock() < until:
                 portfolio.attempt("moments", until)  # with what is left of the usual time
     except KeyboardInterrupt:
@@ -249,8 +259,14 @@ class _Portfolio:
             if not self.found and clock() < self.deadline:
                 self.attempt(method, 0.5 * (self.deadline + clock()))
 
-    def improve(self, until: float, improvements: int) -> None:
-        """Improve the cheapest schedules by successive halving: equal time a round, and in it for each schedule."""
+    def improve(self, until: float, improvements: int, enough: float = CLOSED_GAP) -> None:
+        """Improve the cheapest schedules by successive halving: equal time a round, and in it for each schedule.
+
+        Args:
+            until: `clock` at which to stop.
+            improvements: how many schedules are improved in the first round.
+            enough: the gap at which to stop.
+        """
         distinct = {one[1].nodes: one for one in reversed(self.found)}
         best = sorted(distinct.values(), key=lambda one: one[0])[:improvements]
         best = [one for one in best if one[0] <= HOPELESS * best[0][0]]
@@ -258,7 +274,7 @@ class _Portfolio:
         for number in range(rounds):
             for index, (cost, sequence, method) in enumerate(best):
                 left = until - clock()
-                if left <= 0 or self.gap() <= CLOSED_GAP:
+                if left <= 0 or self.gap() <= enough:
                     return
                 stop = clock() + left / ((rounds - number) * len(best) - index)
                 better, attempts = improve(self.problem, sequence, self.budget_bytes, stop, seed=number)
