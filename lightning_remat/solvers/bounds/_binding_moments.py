@@ -211,6 +211,7 @@ def moments(
     deadline: float,
     seconds: float = 2.0,
     branching_seconds: float = 3.0,
+    making_seconds: float = 4.0,
     amounts: int = 12,
     attempts: int = 6,
     solver: str = "CBC",
@@ -225,6 +226,7 @@ def moments(
         seconds: how long moments are chosen; the likeliest may take longer alone.
         branching_seconds: how long a branch and bound may raise the bound at the end, where the schedule is not near
             it.
+        making_seconds: how long schedules are made, where one is known already.
         amounts: for how many budgets, from the given one down, the program is asked.
         attempts: how many schedules `keep_longer` is run on, the cheapest of twice as many; of large problems, fewer (`LARGE`).
         solver: python-mip's name of the solver.
@@ -245,7 +247,8 @@ def moments(
     if is_near(known_seconds, least):
         return Answer(known, Status.FEASIBLE, least, BACKWARD_AFTER_FORWARD, notes=("what is known is near the bound",))
     attempts = max(min(attempts, FEWEST), min(attempts, attempts * LARGE // len(problem)))
-    found = schedules(problem, chosen[-1], budget_bytes, amounts, 2 * attempts, deadline, solver)
+    until = deadline if known is None else min(deadline, clock() + making_seconds)
+    found = schedules(problem, chosen[-1], budget_bytes, amounts, 2 * attempts, until, solver)
     best = finish(problem, found, budget_bytes, deadline, attempts)
     best_seconds = math.inf if best is None else problem.evaluate(best).seconds
     if known_seconds <= best_seconds:

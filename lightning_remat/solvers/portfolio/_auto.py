@@ -20,7 +20,7 @@ from typing import Any
 
 from lightning_remat.errors import GraphError, ScheduleError, SolverError
 from lightning_remat.schedule import verify
-from lightning_remat.solvers.bounds._binding_moments import GAIN
+from lightning_remat.solvers.bounds._binding_moments import GAIN, LARGE
 from lightning_remat.solvers.bounds._minimum_cut import BACKWARD_AFTER_FORWARD
 from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._problem import NodeSequence, Problem
@@ -58,7 +58,7 @@ IMPROVING_GAP = 0.01
 """Gap at which improving gets as much time as the first methods (``seconds``); at others less or more in proportion."""
 
 IMPROVING_SHARES = (0.6, 3.5)
-"""The least and the most time for improving, as shares of ``seconds``."""
+"""The least and the most time for improving, as shares of ``seconds``; there is no least on graphs of more than `LARGE` nodes."""
 
 IMPROVING_KNOWN = 0.6
 """Where a schedule is known from the beginning: the share of the time that is for improving, if the gap is wide."""
@@ -147,8 +147,11 @@ def auto(
             until = min(searching, begun + span)
             portfolio.search(until, span, exact_up_to, exact_seconds)
             if portfolio.gap() > CLOSED_GAP:
-                share = min(max(portfolio.gap() / IMPROVING_GAP, IMPROVING_SHARES[0]), IMPROVING_SHARES[1])
-                portfolio.improve(min(deadline, max(until, clock() + share * span)), improvements)
+                share = min(portfolio.gap() / IMPROVING_GAP, IMPROVING_SHARES[1])
+                usual = clock() + share * span
+                if len(problem) <= LARGE:
+                    usual = max(until, usual, clock() + IMPROVING_SHARES[0] * span)
+                portfolio.improve(min(deadline, usual), improvements)
             elif len(problem) > QUICK_UP_TO:
                 last = LAST_SECONDS * portfolio.gap() / CLOSED_GAP
                 portfolio.improve(min(deadline, clock() + last), improvements // 2, LEAST_GAP)
