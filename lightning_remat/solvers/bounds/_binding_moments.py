@@ -34,6 +34,9 @@ from lightning_remat.solvers.common._working_set import alone_bytes
 GAIN = 5e-4
 """Share by which a moment must raise the bound to be taken."""
 
+LEAST_GAP = 1e-4
+"""Gap of a schedule that is known up to which not even the likeliest moment is tried."""
+
 BRANCHING_GAP = 1e-3
 """Gap of the cheapest schedule over which branching may raise the bound: costs are not known more precisely than that."""
 
@@ -87,9 +90,9 @@ def solve_program(
         return program.bound(budget_bytes, deadline - clock(), whole) or 0.0
 
 
-def is_near(seconds: float, least: float) -> bool:
-    """Whether a schedule that takes ``seconds`` a step is so near a lower bound that no moment can raise it by `GAIN`."""
-    return seconds <= (1 + GAIN) * least
+def is_near(seconds: float, least: float, gap: float = GAIN) -> bool:
+    """Whether a schedule that takes ``seconds`` a step is so near a lower bound that no moment can raise it by ``gap``."""
+    return seconds <= (1 + gap) * least
 
 
 def choose(
@@ -120,7 +123,9 @@ def choose(
     chosen: list[list[int]] = [[]]
     alone: list[tuple[float, int]] = []
     for node in likely(problem, budget_bytes)[:ATTEMPTS]:
-        if clock() > (until if alone else patient) or is_near(known_seconds, max([best, *(one for one, _ in alone)])):
+        if clock() > (until if alone else patient):
+            break
+        if is_near(known_seconds, max([best, *(value for value, _ in alone)]), GAIN if alone else LEAST_GAP):
             break
         end = deadline if alone else patient
         alone.append((solve_program(problem, [node], budget_bytes, end, solver=solver), node))
@@ -253,7 +258,7 @@ def moments(
     best_seconds = math.inf if best is None else problem.evaluate(best).seconds
     if known_seconds <= best_seconds:
         best, best_seconds = known, known_seconds
-    if best_seconds > (1 + BRANCHING_GAP) * least:
+    if not is_near(best_seconds, least, BRANCHING_GAP):
         until = min(deadline, clock() + branching_seconds)
         least = max(least, branch(problem, chosen, budget_bytes, until, solver))
     names = ", ".join(problem.name(node) for node in chosen[-1]) or "none"

@@ -20,7 +20,7 @@ from typing import Any
 
 from lightning_remat.errors import GraphError, ScheduleError, SolverError
 from lightning_remat.schedule import verify
-from lightning_remat.solvers.bounds._binding_moments import GAIN, LARGE
+from lightning_remat.solvers.bounds._binding_moments import GAIN, LARGE, LEAST_GAP
 from lightning_remat.solvers.bounds._minimum_cut import BACKWARD_AFTER_FORWARD
 from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._problem import NodeSequence, Problem
@@ -58,7 +58,7 @@ IMPROVING_GAP = 0.01
 """Gap at which improving gets as much time as the first methods (``seconds``); at others less or more in proportion."""
 
 IMPROVING_SHARES = (0.6, 3.5)
-"""The least and the most time for improving, as shares of ``seconds``; there is no least on graphs of more than `LARGE` nodes."""
+"""The least and the most time for improving, as shares of ``seconds``; of more than `LARGE` nodes there is no least."""
 
 IMPROVING_KNOWN = 0.6
 """Where a schedule is known from the beginning: the share of the time that is for improving, if the gap is wide."""
@@ -67,10 +67,7 @@ CLOSED_GAP = 0.001
 """Gap up to which little is improved any more (`LAST_SECONDS`): costs are not known more precisely than that."""
 
 LAST_SECONDS = 3.0
-"""Seconds for improving larger graphs' schedules at this gap, and in proportion down to `LEAST_GAP`."""
-
-LEAST_GAP = 0.0001
-"""Gap up to which nothing is improved at all."""
+"""Seconds for improving larger graphs' schedules at this gap; at smaller ones in proportion, down to `LEAST_GAP`."""
 
 REFUSED = "what it found breaks a rule, and another schedule is taken; please report it"
 """Words of the note and warning on a method that has a defect."""
@@ -151,11 +148,12 @@ def auto(
                 usual = clock() + share * span
                 if len(problem) <= LARGE:
                     usual = max(until, usual, clock() + IMPROVING_SHARES[0] * span)
-                portfolio.improve(min(deadline, usual), improvements)
+                portfolio.improve(min(deadline, usual), improvements, CLOSED_GAP)
             elif len(problem) > QUICK_UP_TO:
                 last = LAST_SECONDS * portfolio.gap() / CLOSED_GAP
                 portfolio.improve(min(deadline, clock() + last), improvements // 2, LEAST_GAP)
-            if portfolio.gap() > EXACT and "moments" not in portfolio.asked and clock() < until:
+            enough = EXACT if len(problem) <= QUICK_UP_TO else LEAST_GAP
+            if portfolio.gap() > enough and "moments" not in portfolio.asked and clock() < until:
                 portfolio.attempt("moments", until)  # with what is left of the usual time
     except KeyboardInterrupt:
         if not portfolio.found:
@@ -234,7 +232,7 @@ class _Portfolio:
         """Run what suits the size of the problem."""
         size, known = len(self.problem), bool(self.found)
         self.attempt("crossing", until)
-        if size > QUICK_UP_TO and self.found and self.gap() > GAIN:
+        if size > QUICK_UP_TO and self.found and self.gap() > LEAST_GAP:
             limit = min(0.5 * (clock() + self.deadline), clock() + span)
             self.attempt("moments", limit, known=self.cheapest())
         if size > QUICK_UP_TO and self.gap() <= GAIN:
@@ -262,8 +260,10 @@ class _Portfolio:
             if not self.found and clock() < self.deadline:
                 self.attempt(method, 0.5 * (self.deadline + clock()))
 
-    def improve(self, until: float, improvements: int, enough: float = CLOSED_GAP) -> None:
+    def improve(self, until: float, improvements: int, enough: float) -> None:
         """Improve the cheapest schedules by successive halving: equal time a round, and in it for each schedule.
+
+        A round after the first that finds nothing cheaper is the last one.
 
         Args:
             until: `clock` at which to stop.
@@ -275,6 +275,7 @@ class _Portfolio:
         best = [one for one in best if one[0] <= HOPELESS * best[0][0]]
         rounds = len(best).bit_length()
         for number in range(rounds):
+            before = self.least()
             for index, (cost, sequence, method) in enumerate(best):
                 left = until - clock()
                 if left <= 0 or self.gap() <= enough:
@@ -284,6 +285,8 @@ class _Portfolio:
                 cheaper = self.add(method, better)
                 self.notes.append(f"improved {method} from {cost:.6g} to {cheaper:.6g} s a step in {attempts} attempts")
                 best[index] = (cheaper, better, method)
+            if number > 0 and self.least() >= before:
+                return
             best = sorted(best, key=lambda one: one[0])[: max(1, len(best) // 2)]
 
     def verified(self) -> tuple[float, NodeSequence, str]:
