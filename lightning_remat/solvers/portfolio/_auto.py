@@ -263,8 +263,6 @@ class _Portfolio:
     def improve(self, until: float, improvements: int, enough: float) -> None:
         """Improve the cheapest schedules by successive halving: equal time a round, and in it for each schedule.
 
-        A round after the first that finds nothing cheaper is the last one.
-
         Args:
             until: `clock` at which to stop.
             improvements: how many schedules are improved in the first round.
@@ -275,7 +273,6 @@ class _Portfolio:
         best = [one for one in best if one[0] <= HOPELESS * best[0][0]]
         rounds = len(best).bit_length()
         for number in range(rounds):
-            before = self.least()
             for index, (cost, sequence, method) in enumerate(best):
                 left = until - clock()
                 if left <= 0 or self.gap() <= enough:
@@ -285,8 +282,6 @@ class _Portfolio:
                 cheaper = self.add(method, better)
                 self.notes.append(f"improved {method} from {cost:.6g} to {cheaper:.6g} s a step in {attempts} attempts")
                 best[index] = (cheaper, better, method)
-            if number > 0 and self.least() >= before:
-                return
             best = sorted(best, key=lambda one: one[0])[: max(1, len(best) // 2)]
 
     def verified(self) -> tuple[float, NodeSequence, str]:
