@@ -13,6 +13,7 @@ from lightning_remat.errors import BudgetError, SolverError
 from lightning_remat.schedule import simulate, verify
 from lightning_remat.solvers import (
     INTERRUPTED,
+    OF_NO_USE,
     Answer,
     Problem,
     Status,
@@ -116,6 +117,20 @@ def test_auto_tries_the_others_on_a_larger_graph_where_nothing_is_proven(monkeyp
     monkeypatch.setattr(_auto, "GAIN", -1.0)
     solution = solve(unit_chain(110).replace(forward_outputs=(110,)), 40, "auto", seconds=2.0)
     assert any(note.startswith("rotor:") for note in solution.notes)
+
+
+@pytest.mark.parametrize("layers", [24, 120])
+def test_auto_ends_once_no_schedule_can_be_cheap_enough(layers: int) -> None:
+    graph = unit_chain(layers).replace(forward_outputs=(layers,))
+    budget = layers // 2
+    best = solve(graph, budget, "auto")
+    early = solve(graph, budget, "auto", below_seconds=best.seconds - 2)
+    assert OF_NO_USE in early.notes and early.lower_bound_seconds >= best.seconds - 2
+    assert not any(note.startswith(("rotor", "improved")) for note in early.notes)
+    assert early.schedule is not None and verify(graph, early.schedule, budget) <= budget
+    whole = solve(graph, budget, "auto", below_seconds=best.seconds + 1)
+    assert OF_NO_USE not in whole.notes and whole.seconds == best.seconds
+    assert "below_seconds" not in whole.options
 
 
 @pytest.mark.parametrize("budget", [40, 70])

@@ -69,6 +69,9 @@ CLOSED_GAP = 0.001
 LAST_SECONDS = 3.0
 """Seconds for improving larger graphs' schedules at this gap; at smaller ones in proportion, down to `LEAST_GAP`."""
 
+OF_NO_USE = "ended early: no schedule is cheaper than what is known of another form of the step"
+"""The note of an answer whose search was ended by ``below_seconds``."""
+
 REFUSED = "what it found breaks a rule, and another schedule is taken; please report it"
 """Words of the note and warning on a method that has a defect."""
 
@@ -107,6 +110,7 @@ def auto(
     exact_seconds: float = 5.0,
     improvements: int = 4,
     known: NodeSequence | None = None,
+    below_seconds: float = math.inf,
 ) -> Answer:
     """Try what suits the size of the problem, improve what is cheapest, and keep the best.
 
@@ -125,6 +129,7 @@ def auto(
             many.
         known: a sequence within the budget, if there is one already. Other methods get less time then
             (`IMPROVING_KNOWN`): where it comes from `find_smallest`, few of them find any schedule.
+        below_seconds: the search ends once it is proven that no schedule takes less, if one was found.
 
     Raises:
         ScheduleError: where the verifier takes none of the schedules that were found: a defect of each method.
@@ -132,7 +137,7 @@ def auto(
     begun, started = clock(), time.monotonic()
     span = usual_seconds(problem) if seconds is None else seconds
     searching = deadline if known is None else deadline - IMPROVING_KNOWN * (deadline - begun)
-    portfolio = _Portfolio(problem, budget_bytes, searching)
+    portfolio = _Portfolio(problem, budget_bytes, searching, below_seconds)
     if too_large := needs_more(problem, budget_bytes):
         return Answer(None, Status.INFEASIBLE, notes=(too_large,))
     if known is not None:
@@ -143,6 +148,9 @@ def auto(
         else:
             until = min(searching, begun + span)
             portfolio.search(until, span, exact_up_to, exact_seconds)
+            if portfolio.is_of_no_use():
+                portfolio.notes.append(OF_NO_USE)
+                return portfolio.answer(started)
             if portfolio.gap() > CLOSED_GAP:
                 share = min(portfolio.gap() / IMPROVING_GAP, IMPROVING_SHARES[1])
                 usual = clock() + share * span
@@ -171,10 +179,11 @@ class _Portfolio:
         notes: for people.
     """
 
-    def __init__(self, problem: Problem, budget_bytes: int, deadline: float) -> None:
+    def __init__(self, problem: Problem, budget_bytes: int, deadline: float, below_seconds: float) -> None:
         self.problem = problem
         self.budget_bytes = budget_bytes
         self.deadline = deadline
+        self.below_seconds = below_seconds
         self.found: list[tuple[float, NodeSequence, str]] = []
         self.asked: set[str] = set()
         self.notes: list[str] = []
@@ -223,6 +232,11 @@ class _Portfolio:
         holds = [one for one in self._bounds if one[1] == BACKWARD_AFTER_FORWARD or one[0] <= cost * (1 + EXACT)]
         return max(holds, default=(0.0, ""))
 
+    def is_of_no_use(self) -> bool:
+        """Whether something was found, and no schedule can take less than ``below_seconds``."""
+        bounds = [bound for bound, scope in self._bounds if scope == BACKWARD_AFTER_FORWARD]
+        return bool(self.found) and max(bounds, default=0.0) >= self.below_seconds
+
     def gap(self) -> float:
         """The gap of the cheapest schedule to the bound, as a share of the bound."""
         bound = self.proven(self.least())[0]
@@ -232,10 +246,12 @@ class _Portfolio:
         """Run what suits the size of the problem."""
         size, known = len(self.problem), bool(self.found)
         self.attempt("crossing", until)
+        if self.is_of_no_use():
+            return
         if size > QUICK_UP_TO and self.found and self.gap() > LEAST_GAP:
             limit = min(0.5 * (clock() + self.deadline), clock() + span)
             self.attempt("moments", limit, known=self.cheapest())
-        if size > QUICK_UP_TO and self.gap() <= GAIN:
+        if self.is_of_no_use() or (size > QUICK_UP_TO and self.gap() <= GAIN):
             return
         enough = clock() + 0.5 * span
         self.attempt("rotor", min(self.deadline, enough if known else max(until, enough)))
