@@ -2,13 +2,12 @@
 
 "crossing" gives a bound, and schedules that are near it where the budget binds at the moment between forward and
 backward. Where they are above it, "moments" has a better bound, and other schedules unless they are near that one: then
-nothing more is tried on larger graphs. "rotor" decides by blocks,
-which is better where the budget is low, and "descent" gives up what is held at the peak, which is best where the budget
-is very low. "descent" and "hiremate" run only while the gap to the bound is open. So do "rotor" and "descent" on the
-problem with its backward in another order (`reorder`), if one takes less memory. The cheapest schedules are where
-`improve` begins. Graphs of up to a few hundred nodes get the other quick methods as well, those of a few dozen
-Checkmate's program; larger ones get some others only where nothing was found so far. What was tried, and how it went,
-is in the answer's notes.
+nothing more is tried on larger graphs. "rotor" decides by blocks, which is better where the budget is low, and
+"descent" gives up what is held at the peak, which is best where the budget is very low. "descent" and "hiremate" run
+only while the gap to the bound is open. So do "rotor" and "descent" on the problem with its backward in another order
+(`reorder`), if one takes less memory. The cheapest schedules are where `improve` begins. Graphs of up to a few hundred
+nodes get the other quick methods as well, those of a few dozen Checkmate's program; larger ones get some others only
+where nothing was found so far. What was tried, and how it went, is in the answer's notes.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ BY_ORDER = ("rotor", "descent")
 """Methods that run on another order of the backward as well."""
 
 MOMENTS_UP_TO = 1500
-"""Nodes up to which "moments" is tried over `CLOSED_GAP`; on larger graphs, where it takes long, over `OPEN_GAP`."""
+"""Nodes up to which "moments" is tried over `CLOSED_GAP` where it was not yet; on larger graphs, over `OPEN_GAP`."""
 
 HIREMATE_UP_TO = 1500
 """Nodes up to which "hiremate" is tried where something was found before."""
