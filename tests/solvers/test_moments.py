@@ -246,6 +246,15 @@ def test_a_known_schedule_far_from_the_bound_is_not_the_answer() -> None:
     assert problem.evaluate(answer.sequence).peak_bytes <= budget
 
 
+def test_where_nothing_is_cheap_enough_what_is_known_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, deadline = Problem(unit_chain(120).replace(forward_outputs=(120,))), time.monotonic() + 30
+    known = run_algorithm("crossing", problem, 40, deadline).sequence
+    monkeypatch.setattr(_binding_moments, "schedules", None)  # called, it would fail
+    answer = run_algorithm("moments", problem, 40, deadline, known=known, below_seconds=320.0)
+    assert answer.sequence == known
+    assert answer.lower_bound_seconds == pytest.approx(322, abs=1e-3)  # the crossing's
+
+
 def test_no_moment_is_tried_once_the_bound_is_near_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = skips(5)
     budget = int(0.8 * problem.evaluate(once(problem)).peak_bytes)
@@ -263,9 +272,10 @@ def test_no_moment_is_tried_once_the_bound_is_near_what_is_known(monkeypatch: py
     _, again = choose(problem, budget, time.monotonic() + 10, known_seconds=least)
     assert again == least and tried[0] == [] and is_near(least, again)
     assert len(tried) == 1 + min(i for i, node in enumerate(likely(problem, budget), 1) if [node] == tried[-1])
-    tried.clear()
-    choose(problem, budget, time.monotonic() + 10, known_seconds=1.0)  # whatever is proven is near
-    assert tried == [[]]
+    for enough in ({"known_seconds": 1.0}, {"below_seconds": 1.0}):  # whatever is proven is near, or too much
+        tried.clear()
+        choose(problem, budget, time.monotonic() + 10, **enough)
+        assert tried == [[]]
 
 
 def test_the_likeliest_moment_may_take_longer_than_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,7 @@ def choose(
     *,
     likeliest_deadline: float | None = None,
     known_seconds: float = math.inf,
+    below_seconds: float = math.inf,
 ) -> tuple[list[list[int]], float]:
     """Choices of moments to take together, with one more each, and the best bound that they give.
 
@@ -113,6 +114,7 @@ def choose(
         solver: python-mip's name of the solver.
         likeliest_deadline: the same for the crossing, and for the likeliest moment alone; ``None`` for ``deadline``.
         known_seconds: seconds a step of a schedule within the budget that is known already.
+        below_seconds: a bound of so many seconds is enough.
 
     Returns:
         Lists of nodes, the first one empty (the crossing alone), and a lower bound in seconds.
@@ -125,14 +127,15 @@ def choose(
     for node in likely(problem, budget_bytes)[:ATTEMPTS]:
         if clock() > (until if alone else patient):
             break
-        if is_near(known_seconds, max([best, *(value for value, _ in alone)]), GAIN if alone else LEAST_GAP):
+        proven = max([best, *(value for value, _ in alone)])
+        if proven >= below_seconds or is_near(known_seconds, proven, GAIN if alone else LEAST_GAP):
             break
         end = deadline if alone else patient
         alone.append((solve_program(problem, [node], budget_bytes, end, solver=solver), node))
     for value, node in sorted(alone, reverse=True):
         if value < (1 + GAIN) * crossing or len(chosen) > MOST or (chosen[-1] and clock() > deadline):
             break
-        if is_near(known_seconds, best):
+        if best >= below_seconds or is_near(known_seconds, best):
             break
         together = sorted([*chosen[-1], node])
         if is_chain(problem, together):
@@ -221,6 +224,7 @@ def moments(
     attempts: int = 6,
     solver: str = "CBC",
     known: NodeSequence | None = None,
+    below_seconds: float = math.inf,
 ) -> Answer:
     """Keep what a linear program holds at the crossing, given what is held at other moments that bind.
 
@@ -237,6 +241,7 @@ def moments(
         solver: python-mip's name of the solver.
         known: a sequence within the budget, if there is one already: the answer is never dearer, and where the bound is near
             it, it is the answer.
+        below_seconds: where the bound is no less, ``known`` is the answer too.
     """
     if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:
         return Answer(once(problem), Status.OPTIMAL)
@@ -248,7 +253,10 @@ def moments(
         solver,
         likeliest_deadline=deadline,
         known_seconds=known_seconds,
+        below_seconds=math.inf if known is None else below_seconds,
     )
+    if known is not None and least >= below_seconds:
+        return Answer(known, Status.FEASIBLE, least, BACKWARD_AFTER_FORWARD, notes=("nothing is cheap enough",))
     if is_near(known_seconds, least):
         return Answer(known, Status.FEASIBLE, least, BACKWARD_AFTER_FORWARD, notes=("what is known is near the bound",))
     attempts = max(min(attempts, FEWEST), min(attempts, attempts * LARGE // len(problem)))

@@ -249,7 +249,7 @@ class _Portfolio:
             return
         if size > QUICK_UP_TO and self.found and self.gap() > LEAST_GAP:
             limit = min(0.5 * (clock() + self.deadline), clock() + span)
-            self.attempt("moments", limit, known=self.cheapest())
+            self.attempt("moments", limit, known=self.cheapest(), below_seconds=self.below_seconds)
         if self.is_of_no_use() or (size > QUICK_UP_TO and self.gap() <= GAIN):
             return
         enough = clock() + 0.5 * span
