@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from lightning_remat.planner._device_memory import DeviceMemory
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._plan_cache import PlanCache
 from lightning_remat.schedule import simulate, verify
-from lightning_remat.solvers import INTERRUPTED, Problem, Solution, Status, find_smallest, solve
+from lightning_remat.solvers import INTERRUPTED, OF_NO_USE, Problem, Solution, Status, find_smallest, solve
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ def make_plan(
     reserved: bool | None = None,
     at_hand: AtHand | None = None,
     part: bool = False,
+    below_seconds: float = math.inf,
 ) -> Plan:
     """Choose a schedule for ``graph`` within ``config.budget``.
 
@@ -88,6 +90,8 @@ def make_plan(
         part: whether this is one of several graphs that share the budget, and has to run before the others are known:
             where no schedule is within the budget, the plan is that of the smallest peak, over it, with the note
             `FOR_ONCE`.
+        below_seconds: a plan is of no use unless its step takes less than so many seconds: solving ends once it is proven
+            that none does. ``budget="min"`` does not look at it.
 
     Raises:
         InfeasibleBudgetError: when no schedule was found (unless ``part``); it names the smallest budget for which one
@@ -130,13 +134,15 @@ def make_plan(
         if cache is not None and path is None:
             path = cache.path(graph, within, config)
             found = cache.load(path, graph)
+            if found is None and below_seconds < math.inf:
+                found = cache.load(cache.path_below(path, below_seconds), graph)
         beside = at_hand.find(graph, within) if at_hand is not None and budget.kind is not BudgetKind.MIN else None
         if found is not None:
             return graph, _cheaper_of(found, beside)
         if beside is not None and at_hand is not None and at_hand.suffices:
             return graph, beside
         say(f"solving, at most {config.time_limit:.0f} s")
-        solution, interrupted = _solution(graph, within, config, smallest, beside)
+        solution, interrupted = _solution(graph, within, config, smallest, beside, below_seconds)
         if interrupted:
             log.warning("Planning was interrupted: the best plan so far is used. Interrupt again to end what runs.")
         if solution.schedule is None:
@@ -148,7 +154,8 @@ def make_plan(
             raise InfeasibleBudgetError(within, least.peak_bytes, where.peak_op, where.peak_module)
         whole = not config.background or budget.kind is BudgetKind.MIN or solution.status is Status.OPTIMAL
         if cache is not None and path is not None and whole and not interrupted:
-            cache.store(path, solution, within)
+            of_no_use = OF_NO_USE in solution.notes
+            cache.store(cache.path_below(path, below_seconds) if of_no_use else path, solution, within)
         return graph, solution
 
     graph_as_counted, solution = solved(budget_bytes)
@@ -214,7 +221,12 @@ def unplanned(graph: ComputationGraph, config: RematConfig, reason: str, *, held
 
 
 def _solution(
-    graph: ComputationGraph, within: int, config: RematConfig, smallest: Callable[[], Solution], beside: Solution | None
+    graph: ComputationGraph,
+    within: int,
+    config: RematConfig,
+    smallest: Callable[[], Solution],
+    beside: Solution | None,
+    below_seconds: float,
 ) -> tuple[Solution, bool]:
     """A solution within so many bytes (without a schedule if none was found), and whether the user interrupted it.
 
@@ -226,7 +238,7 @@ def _solution(
         return solution, INTERRUPTED in solution.notes
     limits = [min(FIRST_SECONDS, config.time_limit)] if config.background else []
     for limit in (*limits, config.time_limit):
-        solution = _by_any(graph, within, config, limit)
+        solution = _by_any(graph, within, config, limit, below_seconds=below_seconds)
         if solution.schedule is not None:
             break
     interrupted = INTERRUPTED in solution.notes
@@ -241,7 +253,12 @@ def seconds_left(time_limit: float, spent: float) -> float:
 
 
 def _by_any(
-    graph: ComputationGraph, within: int, config: RematConfig, limit: float, known: Solution | None = None
+    graph: ComputationGraph,
+    within: int,
+    config: RematConfig,
+    limit: float,
+    known: Solution | None = None,
+    below_seconds: float = math.inf,
 ) -> Solution:
     """The solution of the configured solver, or of another one, where the verifier refuses that.
 
@@ -252,7 +269,7 @@ def _by_any(
     for method in dict.fromkeys((config.solver, *OTHERS)):
         options = config.solver_options if method == config.solver else {}
         try:
-            solution = solve(graph, within, method, limit, known=known, **options)
+            solution = solve(graph, within, method, limit, known=known, below_seconds=below_seconds, **options)
         except (ScheduleError, GraphError) as error:
             log.warning(
                 "a schedule of the solver %r breaks a rule, another one is asked; please report it (%s)", method, error

@@ -66,6 +66,11 @@ class PlanCache:
         facts = [budget, config.solver, config.solver_options, config.time_limit, __version__]
         return self.directory / f"plan-{fingerprint(graph, *facts)}.json"
 
+    @staticmethod
+    def path_below(path: Path, below_seconds: float) -> Path:
+        """The file for what is known where only a step of less than so many seconds is of use, beside a problem's own."""
+        return path.with_stem(f"{path.stem}-below-{below_seconds!r}")
+
     def load(self, path: Path, graph: ComputationGraph) -> Solution | None:
         """The solution that is kept for a problem, verified; ``None`` if there is none that can be used."""
         started = time.monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -69,7 +70,7 @@ def _in_slices(captured: CapturedGraph) -> Iterator[tuple[CapturedGraph, float]]
 
 def cheapest(
     forms: Iterable[tuple[_Form, float]],
-    make: Callable[[_Form], _Made],
+    make: Callable[[_Form, float], _Made],
     plan: Callable[[_Made], Plan],
     *,
     smallest: bool,
@@ -79,7 +80,7 @@ def cheapest(
 
     Args:
         forms: see the function of that name.
-        make: plans a form.
+        make: plans a form, given the seconds a step of the cheapest plan so far: one that takes no less is of no use.
         plan: the plan of what it returns.
         smallest: whether the smallest peak is wanted, and not the shortest step.
         whole: whether nothing of a form is in slices: it is not planned then behind one in slices whose ops take no longer:
@@ -93,7 +94,8 @@ def cheapest(
     for form, good_enough in forms:
         if not (whole(form) and any(as_fast(plan(made)) for made in found)):
             try:
-                found.append(make(form))
+                fit = [plan(made).predicted_seconds for made in found if not (smallest or over(plan(made)))]
+                found.append(make(form, min(fit, default=math.inf)))
             except InfeasibleBudgetError as error:
                 errors.append(error)
         if not smallest and any(not over(plan(made)) and plan(made).overhead <= good_enough for made in found):

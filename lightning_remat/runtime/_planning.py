@@ -191,6 +191,7 @@ class Planning:
         whole: bool = True,
         room_bytes: int = 0,
         budget_bytes: int | None = None,
+        below_seconds: float = math.inf,
     ) -> tuple[ComputationGraph, Plan]:
         """A graph with the memory that is held beside it, and its plan.
 
@@ -206,6 +207,7 @@ class Planning:
             whole: whether the graph is the whole function.
             room_bytes: bytes for copies in its first runs (`MovingBuffers`), needed where something is evaluated again.
             budget_bytes: the budget, where it is another than the configured one.
+            below_seconds: a plan is of no use unless its step takes less.
 
         Raises:
             InfeasibleBudgetError: when no schedule was found for a graph that is the whole function and the call's
@@ -232,6 +234,7 @@ class Planning:
             "memory": memory,
             "reserved": self._reserved,
             "at_hand": self._at_hand,
+            "below_seconds": below_seconds,
         }
 
         def make() -> Plan:
@@ -241,7 +244,7 @@ class Planning:
                 return unplanned(graph, config, str(error), held_bytes=record["held_bytes"])
 
         plan = self._agreed(
-            lambda: f"plan {fingerprint(graph, config.budget, config.time_limit)}",
+            lambda: f"plan {fingerprint(graph, config.budget, config.time_limit, below_seconds)}",
             make,
             Plan.to_dict,
             lambda data: Plan.from_dict(data, ComputationGraph.from_dict(data["graph"])),

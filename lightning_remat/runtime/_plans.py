@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import operator
 import time
 from collections.abc import Callable, Sequence
@@ -129,7 +130,7 @@ class Plans:
         begins = not (any(self.runs) or self.plain or self._call.ran)
         around, memory = self.planning.on_device(captured, alone=not self._call.ran, begins=begins)
 
-        def planned(form: CapturedGraph, seconds: float, budget_bytes: int | None = None) -> _Planned:
+        def planned(form: CapturedGraph, seconds: float, **others: Any) -> _Planned:
             problem, plan = self.made(
                 form,
                 weights,
@@ -138,15 +139,16 @@ class Plans:
                 cost_seconds=seconds,
                 whole=whole,
                 room_bytes=room_bytes,
-                budget_bytes=budget_bytes,
+                **others,
             )
             return form, problem, plan
 
-        def made(form: CapturedGraph, budget_bytes: int | None = None) -> _Planned:
+        def made(form: CapturedGraph, below_seconds: float = math.inf, budget_bytes: int | None = None) -> _Planned:
             if form is captured:
-                return planned(form, cost_seconds)
+                return planned(form, cost_seconds, below_seconds=below_seconds)
             form, more_seconds = self.planning.measured(form)
-            return planned(with_late_gradients(form), cost_seconds + more_seconds, budget_bytes)
+            form, seconds = with_late_gradients(form), cost_seconds + more_seconds
+            return planned(form, seconds, below_seconds=below_seconds, budget_bytes=budget_bytes)
 
         config, alone = self.planning.config, self._alone(captured, whole)
         fusing = Fusing(config.fuse) if alone and config.fuse != "off" else None

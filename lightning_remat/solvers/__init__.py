@@ -36,7 +36,7 @@ from lightning_remat.solvers.kumar import _pathwidth, _treewidth
 from lightning_remat.solvers.kusumoto import _dynamic_programming
 from lightning_remat.solvers.moccasin import _moccasin
 from lightning_remat.solvers.portfolio import _auto
-from lightning_remat.solvers.portfolio._auto import INTERRUPTED
+from lightning_remat.solvers.portfolio._auto import INTERRUPTED, OF_NO_USE
 from lightning_remat.solvers.portfolio._batch_size import (
     BatchSize,
     Trial,
@@ -58,6 +58,7 @@ from lightning_remat.solvers.xla import _greedy_xla
 
 __all__ = [
     "INTERRUPTED",
+    "OF_NO_USE",
     "Answer",
     "BatchSize",
     "Block",

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_remat.planner import RematConfig, _make, _plan_cache, make_plan
 from lightning_remat.planner._plan_cache import PlanCache
-from lightning_remat.solvers import Solution, solve
+from lightning_remat.solvers import OF_NO_USE, Solution, solve
 from tests.helpers.graphs import random_graph, unit_chain
 
 GRAPH = unit_chain(12)
@@ -34,6 +34,22 @@ def test_the_second_run_does_not_solve(budget: object, tmp_path: Path, monkeypat
     assert (second.predicted_peak_bytes, second.budget_bytes) == (first.predicted_peak_bytes, first.budget_bytes)
     assert (second.predicted_seconds, second.gap, second.solver) == (first.predicted_seconds, first.gap, first.solver)
     assert second.notes[0] == "kept from an earlier run"
+
+
+def test_a_search_that_was_ended_early_is_kept_for_the_same_end_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph, cache = unit_chain(12).replace(forward_outputs=(12,)), PlanCache(tmp_path)
+    config = RematConfig(budget=9)
+    early = make_plan(graph, config, cache=cache, below_seconds=20.0)
+    assert OF_NO_USE in early.notes
+    whole = make_plan(graph, config, cache=cache)
+    assert whole.notes[0] != "kept from an earlier run" and OF_NO_USE not in whole.notes
+    assert len(list(tmp_path.iterdir())) == 2
+    (tmp_path / cache.path(graph, 9, config)).unlink()
+    monkeypatch.setattr(_make, "solve", None)  # called, it would fail
+    again = make_plan(graph, config, cache=cache, below_seconds=20.0)
+    assert again.schedule == early.schedule
 
 
 def test_the_key_is_what_a_plan_depends_on() -> None:

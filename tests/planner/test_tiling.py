@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import pytest
@@ -38,7 +39,7 @@ def chosen(
     smallest: bool = False,
 ) -> Plan:
     forms = [(tiled, AS_CHEAP), (plain, DEAR), *([(chains, DEAR)] if chains is not None else [])]
-    return cheapest(forms, lambda make: make(), lambda plan: plan, smallest=smallest)
+    return cheapest(forms, lambda make, _below: make(), lambda plan: plan, smallest=smallest)
 
 
 def never() -> Plan:
@@ -94,13 +95,27 @@ def test_what_is_no_faster_as_a_whole_is_not_planned_so(
     tiled = dataclasses.replace(plan, graph=untiled.replace(ops=ops), untiled=untiled)
     made = []
 
-    def make(name: str) -> Plan:
+    def make(name: str, _below_seconds: float) -> Plan:
         made.append(name)
         return tiled if name == "tiled" else plan
 
     forms = [("tiled", AS_CHEAP), ("whole", DEAR), ("chains", DEAR)]
     cheapest(forms, make, lambda plan: plan, smallest=smallest, whole="whole".__eq__)
     assert made == planned + (["chains"] if smallest or overhead > DEAR else [])
+
+
+@pytest.mark.parametrize("smallest", [False, True])
+def test_each_form_is_told_what_the_cheapest_that_fits_takes(smallest: bool) -> None:
+    plans = {"over": a_plan(0.1, peak_bytes=120), "dear": a_plan(0.5), "cheap": a_plan(0.3), "last": a_plan(0.4)}
+    told = {}
+
+    def make(name: str, below_seconds: float) -> Plan:
+        told[name] = below_seconds
+        return plans[name]
+
+    cheapest(((name, DEAR) for name in plans), make, lambda plan: plan, smallest=smallest)
+    below = [math.inf, math.inf, 1.5, 1.3] if not smallest else [math.inf] * 4
+    assert list(told.values()) == below
 
 
 def test_chains_run_in_slices_only_where_all_else_is_dear() -> None:

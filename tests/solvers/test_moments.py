@@ -6,17 +6,21 @@ import contextlib
 import math
 import random
 import time
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_remat.solvers import Problem, Status, solve
-from lightning_remat.solvers.bounds._binding_moments import bound, choose, likely
+from lightning_remat.solvers.bounds import _binding_moments
+from lightning_remat.solvers.bounds._binding_moments import bound, choose, is_near, likely
 from lightning_remat.solvers.bounds._linear_program import MomentsProgram, is_chain, needed_at_the_boundary
 from lightning_remat.solvers.bounds._minimum_cut import BACKWARD_AFTER_FORWARD, CrossingProgram
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem
 from lightning_remat.solvers.common._prune import drop_unused, once, required
+from lightning_remat.solvers.common._registry import run_algorithm
+from lightning_remat.solvers.common._rollout import rollout
 from tests.helpers.brute_force import cheapest_of_any_order
 from tests.helpers.graphs import random_graph, unit_chain
 
@@ -219,3 +223,71 @@ def test_a_moment_is_held_by_what_the_schedule_holds() -> None:
         held = program.held_at(program.crossing)
         assert sum(problem.nbytes[v] for v in held) <= budget - program.fixed_bytes(program.crossing)
         assert set(problem.forward_outputs) <= held
+
+
+def test_a_known_schedule_near_the_bound_is_the_answer_and_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = unit_chain(120).replace(forward_outputs=(120,))
+    problem, deadline = Problem(graph), time.monotonic() + 30
+    known = run_algorithm("crossing", problem, 40, deadline).sequence
+    assert known is not None and problem.evaluate(known).seconds == 323
+    monkeypatch.setattr(_binding_moments, "schedules", None)  # called, it would fail
+    answer = run_algorithm("moments", problem, 40, deadline, known=known)
+    assert answer.sequence == known
+    assert answer.lower_bound_seconds == pytest.approx(323, abs=1e-3)
+
+
+def test_a_known_schedule_far_from_the_bound_is_not_the_answer() -> None:
+    problem = Problem(unit_chain(24).replace(forward_outputs=(24,)))
+    dear = drop_unused(problem, rollout(problem, []))
+    budget = problem.evaluate(dear).peak_bytes
+    answer = run_algorithm("moments", problem, budget, time.monotonic() + 30, known=dear)
+    assert answer.sequence is not None
+    assert problem.evaluate(answer.sequence).seconds < problem.evaluate(dear).seconds
+    assert problem.evaluate(answer.sequence).peak_bytes <= budget
+
+
+def test_where_nothing_is_cheap_enough_what_is_known_is_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, deadline = Problem(unit_chain(120).replace(forward_outputs=(120,))), time.monotonic() + 30
+    known = run_algorithm("crossing", problem, 40, deadline).sequence
+    monkeypatch.setattr(_binding_moments, "schedules", None)  # called, it would fail
+    answer = run_algorithm("moments", problem, 40, deadline, known=known, below_seconds=320.0)
+    assert answer.sequence == known
+    assert answer.lower_bound_seconds == pytest.approx(322, abs=1e-3)  # the crossing's
+
+
+def test_no_moment_is_tried_once_the_bound_is_near_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = skips(5)
+    budget = int(0.8 * problem.evaluate(once(problem)).peak_bytes)
+    tried: list[list[int]] = []
+    solved = _binding_moments.solve_program
+
+    def counted(problem: PlainProblem, nodes: list[int], *args: Any, **options: Any) -> float:
+        tried.append(list(nodes))
+        return solved(problem, nodes, *args, **options)
+
+    monkeypatch.setattr(_binding_moments, "solve_program", counted)
+    _, least = choose(problem, budget, time.monotonic() + 10)
+    assert len(tried) > 2
+    tried.clear()
+    _, again = choose(problem, budget, time.monotonic() + 10, known_seconds=least)
+    assert again == least and tried[0] == [] and is_near(least, again)
+    assert len(tried) == 1 + min(i for i, node in enumerate(likely(problem, budget), 1) if [node] == tried[-1])
+    for enough in ({"known_seconds": 1.0}, {"below_seconds": 1.0}):  # whatever is proven is near, or too much
+        tried.clear()
+        choose(problem, budget, time.monotonic() + 10, **enough)
+        assert tried == [[]]
+
+
+def test_the_likeliest_moment_may_take_longer_than_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = skips(5)
+    budget = int(0.8 * problem.evaluate(once(problem)).peak_bytes)
+    deadlines: list[float] = []
+
+    def nothing(problem: PlainProblem, nodes: list[int], budget_bytes: int, deadline: float, **options: Any) -> float:
+        deadlines.append(deadline)
+        return 0.0
+
+    monkeypatch.setattr(_binding_moments, "solve_program", nothing)
+    soon, late = time.monotonic() + 10, time.monotonic() + 30
+    choose(problem, budget, soon, likeliest_deadline=late)
+    assert deadlines[:2] == [late, late] and set(deadlines[2:]) == {soon}

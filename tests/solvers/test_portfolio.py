@@ -13,6 +13,7 @@ from lightning_remat.errors import BudgetError, SolverError
 from lightning_remat.schedule import simulate, verify
 from lightning_remat.solvers import (
     INTERRUPTED,
+    OF_NO_USE,
     Answer,
     Problem,
     Status,
@@ -22,6 +23,9 @@ from lightning_remat.solvers import (
     register,
     solve,
 )
+from lightning_remat.solvers.bounds import _binding_moments
+from lightning_remat.solvers.bounds._binding_moments import GAIN
+from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._problem import NodeSequence
 from lightning_remat.solvers.portfolio import _auto
 from tests.helpers.brute_force import cheapest_of_any_order
@@ -97,6 +101,61 @@ def test_auto_improves_several_schedules_and_the_best_of_them_again(monkeypatch:
     improved = [note.split()[1] for note in best.notes if note.startswith("improved ")]
     assert len(set(improved)) > 1
     assert max(improved.count(method) for method in improved) > 1
+
+
+@pytest.mark.parametrize("budget", [40, 100])
+def test_auto_tries_no_more_on_a_larger_graph_once_a_bound_is_near(budget: int) -> None:
+    graph = unit_chain(120).replace(forward_outputs=(120,))
+    best = solve(graph, budget, "auto")
+    tried = {note.split(":")[0] for note in best.notes if ":" in note}
+    assert {"crossing", "moments"} <= tried and not tried & {"rotor", "descent", "hiremate"}
+    assert best.gap < GAIN
+    assert best.seconds <= solve(graph, budget, "rotor").seconds
+
+
+def test_auto_tries_the_others_on_a_larger_graph_where_nothing_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_auto, "GAIN", -1.0)
+    solution = solve(unit_chain(110).replace(forward_outputs=(110,)), 40, "auto", seconds=2.0)
+    assert any(note.startswith("rotor:") for note in solution.notes)
+
+
+@pytest.mark.parametrize("layers", [24, 120])
+def test_auto_ends_once_no_schedule_can_be_cheap_enough(layers: int) -> None:
+    graph = unit_chain(layers).replace(forward_outputs=(layers,))
+    budget = layers // 2
+    best = solve(graph, budget, "auto")
+    early = solve(graph, budget, "auto", below_seconds=best.seconds - 2)
+    assert OF_NO_USE in early.notes and early.lower_bound_seconds >= best.seconds - 2
+    assert not any(note.startswith(("rotor", "improved")) for note in early.notes)
+    assert early.schedule is not None and verify(graph, early.schedule, budget) <= budget
+    whole = solve(graph, budget, "auto", below_seconds=best.seconds + 1)
+    assert OF_NO_USE not in whole.notes and whole.seconds == best.seconds
+    assert "below_seconds" not in whole.options
+
+
+@pytest.mark.parametrize("budget", [40, 70])
+def test_where_the_gap_is_closed_the_time_for_improving_is_in_proportion_to_it(
+    budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = unit_chain(120).replace(forward_outputs=(120,))
+    gap = solve(graph, budget, "crossing").gap
+    monkeypatch.setattr(_auto, "LEAST_GAP", gap / 2)
+    monkeypatch.setattr(_auto, "GAIN", 2 * gap)
+    monkeypatch.setattr(_auto, "CLOSED_GAP", 4 * gap)
+    monkeypatch.setattr(_binding_moments, "likely", lambda _problem, _budget: [])  # no better bound
+    seconds: list[float] = []
+
+    def unchanged(problem: Problem, sequence: NodeSequence, budget: int, deadline: float, seed: int) -> Any:
+        seconds.append(deadline - clock())
+        return sequence, 1
+
+    monkeypatch.setattr(_auto, "improve", unchanged)
+    assert solve(graph, budget, "auto").gap == pytest.approx(gap, rel=1e-3)
+    assert len(seconds) == 1 and seconds[0] <= _auto.LAST_SECONDS / 4
+    seconds.clear()
+    monkeypatch.setattr(_auto, "LEAST_GAP", 2 * gap)
+    solve(graph, budget, "auto")
+    assert not seconds
 
 
 @pytest.mark.long

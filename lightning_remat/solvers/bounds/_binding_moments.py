@@ -10,11 +10,15 @@ small enough.
 What such a program holds at the crossing leaves room for the moments that follow. Schedules are made from it for
 several budgets, as "crossing" makes them for several amounts of bytes; those that still hold too much are lowered
 (`lower_peak`).
+
+Where a schedule is known already, the search ends as soon as the bound is within `GAIN` of it: no further moment can
+raise the bound by that much.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 
 from lightning_remat.solvers.bounds._linear_program import MomentsProgram, is_chain, needed_at_the_boundary
@@ -29,6 +33,12 @@ from lightning_remat.solvers.common._working_set import alone_bytes
 
 GAIN = 5e-4
 """Share by which a moment must raise the bound to be taken."""
+
+LEAST_GAP = 1e-4
+"""Gap of a schedule that is known up to which not even the likeliest moment is tried."""
+
+BRANCHING_GAP = 1e-3
+"""Gap of the cheapest schedule over which branching may raise the bound: costs are not known more precisely than that."""
 
 MOST = 4
 """The most moments taken together, beside the crossing: with each, the program grows by another copy of the step."""
@@ -80,8 +90,20 @@ def solve_program(
         return program.bound(budget_bytes, deadline - clock(), whole) or 0.0
 
 
+def is_near(seconds: float, least: float, gap: float = GAIN) -> bool:
+    """Whether a schedule that takes ``seconds`` a step is so near a lower bound that no moment can raise it by ``gap``."""
+    return seconds <= (1 + gap) * least
+
+
 def choose(
-    problem: PlainProblem, budget_bytes: int, deadline: float, solver: str = "CBC"
+    problem: PlainProblem,
+    budget_bytes: int,
+    deadline: float,
+    solver: str = "CBC",
+    *,
+    likeliest_deadline: float | None = None,
+    known_seconds: float = math.inf,
+    below_seconds: float = math.inf,
 ) -> tuple[list[list[int]], float]:
     """Choices of moments to take together, with one more each, and the best bound that they give.
 
@@ -90,20 +112,30 @@ def choose(
         budget_bytes: the most that may be held at any moment.
         deadline: `clock` at which to stop; two thirds of the time are for moments tried alone.
         solver: python-mip's name of the solver.
+        likeliest_deadline: the same for the crossing, and for the likeliest moment alone; ``None`` for ``deadline``.
+        known_seconds: seconds a step of a schedule within the budget that is known already.
+        below_seconds: a bound of so many seconds is enough.
 
     Returns:
         Lists of nodes, the first one empty (the crossing alone), and a lower bound in seconds.
     """
+    patient = deadline if likeliest_deadline is None else likeliest_deadline
     until = deadline - (deadline - clock()) / 3
-    best = crossing = solve_program(problem, (), budget_bytes, deadline, solver=solver)
+    best = crossing = solve_program(problem, (), budget_bytes, patient, solver=solver)
     chosen: list[list[int]] = [[]]
     alone: list[tuple[float, int]] = []
     for node in likely(problem, budget_bytes)[:ATTEMPTS]:
-        if clock() > (until if alone else deadline):
+        if clock() > (until if alone else patient):
             break
-        alone.append((solve_program(problem, [node], budget_bytes, deadline, solver=solver), node))
+        proven = max([best, *(value for value, _ in alone)])
+        if proven >= below_seconds or is_near(known_seconds, proven, GAIN if alone else LEAST_GAP):
+            break
+        end = deadline if alone else patient
+        alone.append((solve_program(problem, [node], budget_bytes, end, solver=solver), node))
     for value, node in sorted(alone, reverse=True):
         if value < (1 + GAIN) * crossing or len(chosen) > MOST or (chosen[-1] and clock() > deadline):
+            break
+        if best >= below_seconds or is_near(known_seconds, best):
             break
         together = sorted([*chosen[-1], node])
         if is_chain(problem, together):
@@ -112,7 +144,7 @@ def choose(
             if value > (1 + GAIN) * best:
                 best = value
                 chosen.append(together)
-    return chosen, best
+    return chosen, max([best, *(value for value, _ in alone)])
 
 
 def branch(
@@ -187,9 +219,12 @@ def moments(
     deadline: float,
     seconds: float = 2.0,
     branching_seconds: float = 3.0,
+    making_seconds: float = 4.0,
     amounts: int = 12,
     attempts: int = 6,
     solver: str = "CBC",
+    known: NodeSequence | None = None,
+    below_seconds: float = math.inf,
 ) -> Answer:
     """Keep what a linear program holds at the crossing, given what is held at other moments that bind.
 
@@ -197,20 +232,41 @@ def moments(
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
         deadline: `clock` at which to stop.
-        seconds: how long moments are chosen.
+        seconds: how long moments are chosen; the likeliest may take longer alone.
         branching_seconds: how long a branch and bound may raise the bound at the end, where the schedule is not near
             it.
+        making_seconds: how long schedules are made, where one is known already.
         amounts: for how many budgets, from the given one down, the program is asked.
         attempts: how many schedules `keep_longer` is run on, the cheapest of twice as many; of large problems, fewer (`LARGE`).
         solver: python-mip's name of the solver.
+        known: a sequence within the budget, if there is one already: the answer is never dearer, and where the bound is near
+            it, it is the answer.
+        below_seconds: where the bound is no less, ``known`` is the answer too.
     """
     if problem.evaluate(once(problem)).peak_bytes <= budget_bytes:
         return Answer(once(problem), Status.OPTIMAL)
-    chosen, least = choose(problem, budget_bytes, min(deadline, clock() + seconds), solver)
+    known_seconds = math.inf if known is None else problem.evaluate(known).seconds
+    chosen, least = choose(
+        problem,
+        budget_bytes,
+        min(deadline, clock() + seconds),
+        solver,
+        likeliest_deadline=deadline,
+        known_seconds=known_seconds,
+        below_seconds=math.inf if known is None else below_seconds,
+    )
+    if known is not None and least >= below_seconds:
+        return Answer(known, Status.FEASIBLE, least, BACKWARD_AFTER_FORWARD, notes=("nothing is cheap enough",))
+    if is_near(known_seconds, least):
+        return Answer(known, Status.FEASIBLE, least, BACKWARD_AFTER_FORWARD, notes=("what is known is near the bound",))
     attempts = max(min(attempts, FEWEST), min(attempts, attempts * LARGE // len(problem)))
-    found = schedules(problem, chosen[-1], budget_bytes, amounts, 2 * attempts, deadline, solver)
+    until = deadline if known is None else min(deadline, clock() + making_seconds)
+    found = schedules(problem, chosen[-1], budget_bytes, amounts, 2 * attempts, until, solver)
     best = finish(problem, found, budget_bytes, deadline, attempts)
-    if best is None or problem.evaluate(best).seconds > (1 + GAIN) * least:
+    best_seconds = math.inf if best is None else problem.evaluate(best).seconds
+    if known_seconds <= best_seconds:
+        best, best_seconds = known, known_seconds
+    if not is_near(best_seconds, least, BRANCHING_GAP):
         until = min(deadline, clock() + branching_seconds)
         least = max(least, branch(problem, chosen, budget_bytes, until, solver))
     names = ", ".join(problem.name(node) for node in chosen[-1]) or "none"

@@ -160,8 +160,19 @@ class MomentsProgram:
 
     def _require(self, terms: Sequence[Term], least: Term) -> None:
         """The sum of the terms is at least ``least``, which is at most 1: no row is needed where a term is 1."""
-        if 1.0 not in [term for term in terms if not isinstance(term, mip.Var)]:
-            self.model.add_constr(mip.xsum(terms) - least >= 0)
+        columns: list[int] = []
+        for term in terms:
+            if not isinstance(term, mip.Var):
+                return  # all numbers among them are 1
+            columns.append(term.idx)
+        factors = [1.0] * len(columns)
+        constant = 0.0
+        if isinstance(least, mip.Var):
+            columns.append(least.idx)
+            factors.append(-1.0)
+        else:
+            constant = -least
+        self.model.add_row(columns, factors, constant, mip.GREATER_OR_EQUAL)
 
     def _add_dependencies(self, span: Span) -> None:
         """What is read in a span, and what is held or handed out at its end, was computed in it or held into it."""

@@ -71,7 +71,7 @@ class Lives:
         for v in (*problem.forward_outputs, *problem.forward_transient):
             self.uses[v].insert(bisect_left(self.uses[v], self.crossing), self.crossing)
         self.repeated = {node for node, at in enumerate(self.runs) if len(at) > 1}
-        self._once_only = [problem.random[n] or not problem.recomputable[n] for n in range(len(problem))]
+        self._once_only = problem.once_only
         # By node and key: the moment at which dropping an evaluation did not fit when last tried, and the bytes needed.
         self._blocked: dict[int, dict[float, tuple[float, int]]] = {}
         self.mark()

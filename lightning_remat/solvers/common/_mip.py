@@ -77,10 +77,11 @@ class Model:
 
     def _forget_changes(self) -> None:
         self._columns = array("d")  # lower and upper bound and cost of each
-        self._column_kinds = ""
+        self._column_kinds: list[str] = []
         self._row_ends = array("l")
         self._row_columns, self._row_factors = array("l"), array("d")
-        self._row_constants, self._row_senses = array("d"), ""
+        self._row_constants = array("d")
+        self._row_senses: list[str] = []
         self._upper: dict[int, float] = {}
         self._right: dict[int, float] = {}
         self._kinds: dict[int, str] = {}
@@ -94,20 +95,24 @@ class Model:
     ) -> mip.Var:
         """A new variable between two bounds, which are 0 and 1 for a binary one."""
         self._columns.extend((lb, 1.0 if var_type == mip.BINARY else ub, obj))
-        self._column_kinds += var_type
+        self._column_kinds.append(var_type)
         self.vars.append(mip.Var(self, len(self.vars)))
         return self.vars[-1]
 
     def add_constr(self, expression: mip.LinExpr) -> mip.Constr:
         """A new row, of an expression with a relation, as in ``x + y <= 1``."""
         terms = expression.expr
-        self._row_columns.extend([variable.idx for variable in terms])
-        self._row_factors.extend(terms.values())
-        self._row_ends.append(len(self._row_columns))
-        self._row_constants.append(expression.const)
-        self._row_senses += expression.sense
-        self._row_count += 1
+        self.add_row([variable.idx for variable in terms], terms.values(), expression.const, expression.sense)
         return mip.Constr(self, self._row_count - 1)
+
+    def add_row(self, columns: Iterable[int], factors: Iterable[float], constant: float, sense: str) -> None:
+        """A new row without expressions, which take most of the time of a large program: for each column its factor."""
+        self._row_columns.extend(columns)
+        self._row_factors.extend(factors)
+        self._row_ends.append(len(self._row_columns))
+        self._row_constants.append(constant)
+        self._row_senses.append(sense)
+        self._row_count += 1
 
     def minimize(self, expression: mip.LinExpr) -> None:
         """The objective; without this, it is what the variables' ``obj`` say."""
@@ -157,9 +162,10 @@ class Model:
             self.status = mip.OptimizationStatus.ERROR
             return self.status
         seconds, nodes = program_limits(seconds, len(self.vars) + self._row_count)
+        rows = self._row_ends, self._row_columns, self._row_factors
         request = {
-            "columns": (self._columns, self._column_kinds),
-            "rows": (self._row_ends, self._row_columns, self._row_factors, self._row_constants, self._row_senses),
+            "columns": (self._columns, "".join(self._column_kinds)),
+            "rows": (*rows, self._row_constants, "".join(self._row_senses)),
             "upper": self._upper,
             "right": self._right,
             "kinds": self._kinds,

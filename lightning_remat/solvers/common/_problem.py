@@ -96,6 +96,11 @@ class PlainProblem:
             tuple(dict.fromkeys(self.producer[v] for v in values if self.producer[v] >= 0)) for values in self.reads
         ]
 
+    @cached_property
+    def once_only(self) -> list[bool]:
+        """Whether the first evaluation of each node may have an effect: it draws random numbers, or may run only once."""
+        return [drawn or not again for drawn, again in zip(self.random, self.recomputable, strict=True)]
+
     def name(self, node: int) -> str:
         return f"node {node}"
 

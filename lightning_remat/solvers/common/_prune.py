@@ -25,27 +25,39 @@ def drop_unused(problem: PlainProblem, sequence: NodeSequence) -> NodeSequence:
 
     First evaluations of random nodes, and those of nodes that may run only once, stay: they may have effects.
     """
-    outputs = frozenset(problem.forward_outputs)
+    nodes, boundary, once_only = sequence.nodes, sequence.boundary, problem.once_only
+    reads, writes = problem.reads, problem.writes
     first: dict[int, int] = {}
-    for position, node in enumerate(sequence.nodes):
-        first.setdefault(node, position)
-    needed = set(problem.finals)
+    for position, node in enumerate(nodes):
+        if once_only[node]:
+            first.setdefault(node, position)
+    needed = bytearray(len(problem.nbytes))
+    for v in problem.finals:
+        needed[v] = 1
+    outputs = frozenset(problem.forward_outputs)
     kept: list[int] = []
-    boundary = 0
-    for position in range(len(sequence.nodes) - 1, -1, -1):
-        if position == sequence.boundary - 1:
-            boundary = len(kept)  # counted from the end so far
-            needed |= {*problem.forward_outputs, *problem.forward_transient}
-        node = sequence.nodes[position]
-        held = outputs if position >= sequence.boundary else frozenset[int]()
-        effect = first[node] == position and (problem.random[node] or not problem.recomputable[node])
-        if effect or any([v in needed and v not in held for v in problem.writes[node]]):
+    after = 0  # kept behind the boundary
+    for position in range(len(nodes) - 1, -1, -1):
+        if position == boundary - 1:
+            after = len(kept)
+            for v in (*problem.forward_outputs, *problem.forward_transient):
+                needed[v] = 1
+        node = nodes[position]
+        keep = once_only[node] and first[node] == position
+        if not keep:
+            for v in writes[node]:
+                if needed[v] and (position < boundary or v not in outputs):
+                    keep = True
+                    break
+        if keep:
             kept.append(node)
-            needed.difference_update(problem.writes[node])
-            needed.update(problem.reads[node])
-    if sequence.boundary == 0:
-        boundary = len(kept)
-    return NodeSequence(tuple(reversed(kept)), len(kept) - boundary)
+            for v in writes[node]:
+                needed[v] = 0
+            for v in reads[node]:
+                needed[v] = 1
+    if boundary == 0:
+        after = len(kept)
+    return NodeSequence(tuple(reversed(kept)), len(kept) - after)
 
 
 def once(problem: PlainProblem) -> NodeSequence:

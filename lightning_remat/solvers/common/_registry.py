@@ -58,6 +58,9 @@ class Algorithm(Protocol):
     def __call__(self, problem: Problem, budget_bytes: int, *, deadline: float) -> Answer: ...
 
 
+GIVEN = ("deadline", "known", "below_seconds")
+"""Keywords of methods that are not options: `solve` gives them."""
+
 METHODS: Registry[Callable[..., Answer]] = Registry("solver", "lightning_remat.solvers")
 
 
@@ -90,7 +93,7 @@ def options_of(method: str) -> Mapping[str, Any]:
     return {
         name: parameter.default
         for name, parameter in parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY and name not in ("deadline", "known")
+        if parameter.kind is parameter.KEYWORD_ONLY and name not in GIVEN
     }
 
 
@@ -102,6 +105,7 @@ def solve(
     *,
     work_limit: float | None = None,
     known: Solution | None = None,
+    below_seconds: float = math.inf,
     **options: Any,
 ) -> Solution:
     """Find the cheapest schedule of ``graph`` whose peak memory is at most ``budget_bytes``.
@@ -115,6 +119,8 @@ def solve(
             the time limit (see `lightning_remat.solvers.common._clock`). ``None`` to go by time alone.
         known: a solution of the same graph within the budget, if there is one: the answer is never dearer. Methods with a
             keyword ``known`` ("auto") go on from it.
+        below_seconds: a schedule is of no use unless it takes less than so many seconds a step. Methods with a keyword of that
+            name ("auto") end once they have proven that none does, with what they have found so far.
         **options: the method's own options (`options_of`).
 
     Returns:
@@ -138,11 +144,12 @@ def solve(
     with _clock.limited(time_limit, work_limit) as deadline:
         problem = Problem(graph)
         sequence = problem.contract(known.schedule) if known is not None and known.schedule is not None else None
-        goes_on = {"known": sequence} if "known" in inspect.signature(algorithm).parameters else {}
+        given = {"known": sequence, "below_seconds": below_seconds}
+        given = {name: one for name, one in given.items() if name in inspect.signature(algorithm).parameters}
         if (resting := resting_bytes(problem)) > budget_bytes:
             answer = Answer(None, Status.INFEASIBLE, notes=(f"{resting:,} bytes are held while nothing runs",))
         else:
-            answer = algorithm(problem, budget_bytes, deadline=deadline, **goes_on, **options)
+            answer = algorithm(problem, budget_bytes, deadline=deadline, **given, **options)
     if not isinstance(answer, Answer):  # the type checker cannot see into other packages
         raise SolverError(f"solver {method!r} returned a {type(answer).__name__}, not an Answer")
     if sequence is not None and known is not None:

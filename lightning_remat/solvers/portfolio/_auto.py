@@ -1,13 +1,13 @@
 """The method "auto": methods that are quick and good on networks, the cheapest schedules improved, and a lower bound.
 
 "crossing" gives a bound, and schedules that are near it where the budget binds at the moment between forward and
-backward. Where they are well above it, "moments" has a better bound, and other schedules. "rotor" decides by blocks,
-which is better where the budget is low, and "descent" gives up what is held at the peak, which is best where the budget
-is very low. "descent" and "hiremate" run only while the gap to the bound is open. So do "rotor" and "descent" on the
-problem with its backward in another order (`reorder`), if one takes less memory. The cheapest schedules are where
-`improve` begins. Graphs of up to a few hundred nodes get the other quick methods as well, those of a few dozen
-Checkmate's program; larger ones get some others only where nothing was found so far. What was tried, and how it went,
-is in the answer's notes.
+backward. Where they are above it, "moments" has a better bound, and other schedules unless they are near that one: then
+nothing more is tried on larger graphs. "rotor" decides by blocks, which is better where the budget is low, and
+"descent" gives up what is held at the peak, which is best where the budget is very low. "descent" and "hiremate" run
+only while the gap to the bound is open. So do "rotor" and "descent" on the problem with its backward in another order
+(`reorder`), if one takes less memory. The cheapest schedules are where `improve` begins. Graphs of up to a few hundred
+nodes get the other quick methods as well, those of a few dozen Checkmate's program; larger ones get some others only
+where nothing was found so far. What was tried, and how it went, is in the answer's notes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from __future__ import annotations
 import logging
 import math
 import time
+from typing import Any
 
 from lightning_remat.errors import GraphError, ScheduleError, SolverError
 from lightning_remat.schedule import verify
+from lightning_remat.solvers.bounds._binding_moments import GAIN, LARGE, LEAST_GAP
 from lightning_remat.solvers.bounds._minimum_cut import BACKWARD_AFTER_FORWARD
 from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._problem import NodeSequence, Problem
@@ -55,13 +57,19 @@ IMPROVING_GAP = 0.01
 """Gap at which improving gets as much time as the first methods (``seconds``); at others less or more in proportion."""
 
 IMPROVING_SHARES = (0.6, 3.5)
-"""The least and the most time for improving, as shares of ``seconds``."""
+"""The least and the most time for improving, as shares of ``seconds``; of more than `LARGE` nodes there is no least."""
 
 IMPROVING_KNOWN = 0.6
 """Where a schedule is known from the beginning: the share of the time that is for improving, if the gap is wide."""
 
 CLOSED_GAP = 0.001
-"""Gap up to which nothing is improved any more: costs are not known more precisely than that."""
+"""Gap up to which little is improved any more (`LAST_SECONDS`): costs are not known more precisely than that."""
+
+LAST_SECONDS = 3.0
+"""Seconds for improving larger graphs' schedules at this gap; at smaller ones in proportion, down to `LEAST_GAP`."""
+
+OF_NO_USE = "ended early: no schedule is cheaper than what is known of another form of the step"
+"""The note of an answer whose search was ended by ``below_seconds``."""
 
 REFUSED = "what it found breaks a rule, and another schedule is taken; please report it"
 """Words of the note and warning on a method that has a defect."""
@@ -76,7 +84,7 @@ BY_ORDER = ("rotor", "descent")
 """Methods that run on another order of the backward as well."""
 
 MOMENTS_UP_TO = 1500
-"""Nodes up to which "moments" is tried over `CLOSED_GAP`; on larger graphs, where it takes long, over `OPEN_GAP`."""
+"""Nodes up to which "moments" is tried over `CLOSED_GAP` where it was not yet; on larger graphs, over `OPEN_GAP`."""
 
 HIREMATE_UP_TO = 1500
 """Nodes up to which "hiremate" is tried where something was found before."""
@@ -101,6 +109,7 @@ def auto(
     exact_seconds: float = 5.0,
     improvements: int = 4,
     known: NodeSequence | None = None,
+    below_seconds: float = math.inf,
 ) -> Answer:
     """Try what suits the size of the problem, improve what is cheapest, and keep the best.
 
@@ -119,6 +128,7 @@ def auto(
             many.
         known: a sequence within the budget, if there is one already. Other methods get less time then
             (`IMPROVING_KNOWN`): where it comes from `find_smallest`, few of them find any schedule.
+        below_seconds: the search ends once it is proven that no schedule takes less, if one was found.
 
     Raises:
         ScheduleError: where the verifier takes none of the schedules that were found: a defect of each method.
@@ -126,7 +136,7 @@ def auto(
     begun, started = clock(), time.monotonic()
     span = usual_seconds(problem) if seconds is None else seconds
     searching = deadline if known is None else deadline - IMPROVING_KNOWN * (deadline - begun)
-    portfolio = _Portfolio(problem, budget_bytes, searching)
+    portfolio = _Portfolio(problem, budget_bytes, searching, below_seconds)
     if too_large := needs_more(problem, budget_bytes):
         return Answer(None, Status.INFEASIBLE, notes=(too_large,))
     if known is not None:
@@ -137,9 +147,20 @@ def auto(
         else:
             until = min(searching, begun + span)
             portfolio.search(until, span, exact_up_to, exact_seconds)
-            share = min(max(portfolio.gap() / IMPROVING_GAP, IMPROVING_SHARES[0]), IMPROVING_SHARES[1])
-            portfolio.improve(min(deadline, max(until, clock() + share * span)), improvements)
-            if portfolio.gap() > EXACT and "moments" not in portfolio.asked and clock() < until:
+            if portfolio.is_of_no_use():
+                portfolio.notes.append(OF_NO_USE)
+                return portfolio.answer(started)
+            if portfolio.gap() > CLOSED_GAP:
+                share = min(portfolio.gap() / IMPROVING_GAP, IMPROVING_SHARES[1])
+                usual = clock() + share * span
+                if len(problem) <= LARGE:
+                    usual = max(until, usual, clock() + IMPROVING_SHARES[0] * span)
+                portfolio.improve(min(deadline, usual), improvements, CLOSED_GAP)
+            elif len(problem) > QUICK_UP_TO:
+                last = LAST_SECONDS * portfolio.gap() / CLOSED_GAP
+                portfolio.improve(min(deadline, clock() + last), improvements // 2, LEAST_GAP)
+            enough = EXACT if len(problem) <= QUICK_UP_TO else LEAST_GAP
+            if portfolio.gap() > enough and "moments" not in portfolio.asked and clock() < until:
                 portfolio.attempt("moments", until)  # with what is left of the usual time
     except KeyboardInterrupt:
         if not portfolio.found:
@@ -157,22 +178,23 @@ class _Portfolio:
         notes: for people.
     """
 
-    def __init__(self, problem: Problem, budget_bytes: int, deadline: float) -> None:
+    def __init__(self, problem: Problem, budget_bytes: int, deadline: float, below_seconds: float) -> None:
         self.problem = problem
         self.budget_bytes = budget_bytes
         self.deadline = deadline
+        self.below_seconds = below_seconds
         self.found: list[tuple[float, NodeSequence, str]] = []
         self.asked: set[str] = set()
         self.notes: list[str] = []
         self._bounds: list[tuple[float, str]] = []
 
-    def attempt(self, method: str, limit: float, other: Reordered | None = None) -> bool:
+    def attempt(self, method: str, limit: float, other: Reordered | None = None, **options: Any) -> bool:
         """Run one method until ``limit``, on the problem or another order of it; return whether it found a schedule."""
         begun = time.monotonic()
         self.asked.add(method)
         label = f"{method}, reordered" if other else method
         try:
-            answer = run_algorithm(method, other or self.problem, self.budget_bytes, limit)
+            answer = run_algorithm(method, other or self.problem, self.budget_bytes, limit, **options)
         except (SolverError, GraphError) as error:  # a defect of that method: there are others
             self.notes.append(f"{label}: {REFUSED}: {error}")
             log.warning("%s: %s (%s)", label, REFUSED, error)
@@ -197,6 +219,10 @@ class _Portfolio:
         """Seconds a step of the cheapest schedule; infinity without one."""
         return min([cost for cost, _, _ in self.found], default=math.inf)
 
+    def cheapest(self) -> NodeSequence:
+        """The cheapest schedule, where something was found."""
+        return min(self.found, key=lambda one: one[0])[1]
+
     def proven(self, cost: float) -> tuple[float, str]:
         """The largest bound, in seconds, that holds for a schedule of this cost, and its scope.
 
@@ -204,6 +230,11 @@ class _Portfolio:
         """
         holds = [one for one in self._bounds if one[1] == BACKWARD_AFTER_FORWARD or one[0] <= cost * (1 + EXACT)]
         return max(holds, default=(0.0, ""))
+
+    def is_of_no_use(self) -> bool:
+        """Whether something was found, and no schedule can take less than ``below_seconds``."""
+        bounds = [bound for bound, scope in self._bounds if scope == BACKWARD_AFTER_FORWARD]
+        return bool(self.found) and max(bounds, default=0.0) >= self.below_seconds
 
     def gap(self) -> float:
         """The gap of the cheapest schedule to the bound, as a share of the bound."""
@@ -214,8 +245,16 @@ class _Portfolio:
         """Run what suits the size of the problem."""
         size, known = len(self.problem), bool(self.found)
         self.attempt("crossing", until)
-        self.attempt("rotor", 0.5 * (clock() + until) if known else until)
-        if self.gap() > (CLOSED_GAP if size <= MOMENTS_UP_TO else OPEN_GAP):
+        if self.is_of_no_use():
+            return
+        if size > QUICK_UP_TO and self.found and self.gap() > LEAST_GAP:
+            limit = min(0.5 * (clock() + self.deadline), clock() + span)
+            self.attempt("moments", limit, known=self.cheapest(), below_seconds=self.below_seconds)
+        if self.is_of_no_use() or (size > QUICK_UP_TO and self.gap() <= GAIN):
+            return
+        enough = clock() + 0.5 * span
+        self.attempt("rotor", min(self.deadline, enough if known else max(until, enough)))
+        if "moments" not in self.asked and self.gap() > (CLOSED_GAP if size <= MOMENTS_UP_TO else OPEN_GAP):
             self.attempt("moments", min(self.deadline, clock() + span))
         for method in QUICK if size <= QUICK_UP_TO else ():
             self.attempt(method, until)
@@ -236,8 +275,14 @@ class _Portfolio:
             if not self.found and clock() < self.deadline:
                 self.attempt(method, 0.5 * (self.deadline + clock()))
 
-    def improve(self, until: float, improvements: int) -> None:
-        """Improve the cheapest schedules by successive halving: equal time a round, and in it for each schedule."""
+    def improve(self, until: float, improvements: int, enough: float) -> None:
+        """Improve the cheapest schedules by successive halving: equal time a round, and in it for each schedule.
+
+        Args:
+            until: `clock` at which to stop.
+            improvements: how many schedules are improved in the first round.
+            enough: the gap at which to stop.
+        """
         distinct = {one[1].nodes: one for one in reversed(self.found)}
         best = sorted(distinct.values(), key=lambda one: one[0])[:improvements]
         best = [one for one in best if one[0] <= HOPELESS * best[0][0]]
@@ -245,7 +290,7 @@ class _Portfolio:
         for number in range(rounds):
             for index, (cost, sequence, method) in enumerate(best):
                 left = until - clock()
-                if left <= 0 or self.gap() <= CLOSED_GAP:
+                if left <= 0 or self.gap() <= enough:
                     return
                 stop = clock() + left / ((rounds - number) * len(best) - index)
                 better, attempts = improve(self.problem, sequence, self.budget_bytes, stop, seed=number)
