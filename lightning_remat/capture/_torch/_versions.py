@@ -20,7 +20,7 @@ RELEASES = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """Releases of torch that the package was run with."""
 
 NAMES = {
-    "torch": "_assert _assert_async",
+    "torch": "_assert _assert_async _from_functional_tensor _to_functional_tensor",
     "torch._C": "DispatchKey.Autograd DispatchKey.CPU DispatchKey.CompositeImplicitAutograd DispatchKeySet "
     "TensorBase _AutoDispatchBelowAutograd _FunctionBase _VariableFunctions _accelerator_setAllocatorSettings "
     "_autograd._get_current_graph_task_keep_graph _autograd._get_sequence_nr "
@@ -70,7 +70,7 @@ NAMES = {
     "FakeTensorMode.dispatch",
     "torch._subclasses.functional_tensor": "FunctionalTensor FunctionalTensorMode.__torch_dispatch__",
     "torch._utils": "is_compiling",
-    "torch.Tensor": "_backward_hooks _indices _is_view _post_accumulate_grad_hooks _values _version",
+    "torch.Tensor": "_backward_hooks _indices _is_view _is_zerotensor _post_accumulate_grad_hooks _values _version",
     "torch.UntypedStorage": "_cdata",
     "torch.amp.autocast_mode": "_enter_autocast _exit_autocast",
     "torch.autograd": "_profiler_enabled",
