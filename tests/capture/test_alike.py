@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._functorch import aot_autograd
 
 from benchmarks.networks import build
 from lightning_remat import rematerialize
@@ -35,13 +36,27 @@ class Enough(BaseException):
 def traces(copying: bool = True, planned: bool = False) -> Iterator[tuple[list[Any], list[Forms], list[str]]]:
     """While open, joint graphs are noted, with what was copied in them and what has ended their traces."""
     patch, graphs, forms, ends = pytest.MonkeyPatch(), list[Any](), list[Forms](), list[str]()
+    metadata: list[Any] = []
     read: Any = _backend._Reading.read
+    collect_metadata = aot_autograd.run_functionalized_fw_and_collect_metadata  # type: ignore[attr-defined]
 
     def noted(self: Any, joint: torch.fx.GraphModule, *args: Any, **described: Any) -> Any:
-        graphs.append(described_nodes(joint.graph))
+        graphs.append((described_nodes(joint.graph), list(metadata)))
+        metadata.clear()
         if not planned:
             raise Enough
         return read(self, joint, *args, **described)
+
+    def collecting(*args: Any, **kwargs: Any) -> Callable[..., Any]:
+        collect = collect_metadata(*args, **kwargs)
+
+        def collected(*inputs: Any) -> Any:
+            found = collect(*inputs)
+            described = plain(found.input_info), plain(found.output_info)
+            metadata.extend([described] if described not in metadata else [])  # where ops are traced anew
+            return found
+
+        return collected
 
     @contextlib.contextmanager
     def watched() -> Iterator[None]:
@@ -54,6 +69,7 @@ def traces(copying: bool = True, planned: bool = False) -> Iterator[tuple[list[A
                 raise
 
     patch.setattr(_backend._Reading, "read", noted)
+    patch.setattr(aot_autograd, "run_functionalized_fw_and_collect_metadata", collecting)
     patch.setattr(_aot, "alike_ops", watched if copying else contextlib.nullcontext)
     try:
         yield graphs, forms, ends
@@ -100,14 +116,14 @@ def test_the_graph_is_the_one_that_is_traced(network: str, autocast: bool) -> No
         workload = build(network, "tiny", **LAYERS[network])
         return workload.module, workload.batch
 
-    with traces(copying=False) as (plain, _, _):
+    with traces(copying=False) as (as_traced, _, _):
         step_of(make, autocast)
     with traces() as (copied, forms, ends):
         step_of(make, autocast)
-    assert len(plain) == len(copied) and not ends
-    for one, other in zip(plain, copied, strict=True):
-        assert len(one) == len(other)
-        assert not [(a, b) for a, b in zip(one, other, strict=True) if a != b]
+    assert len(as_traced) == len(copied) and not ends
+    for (nodes, metadata), (others, other_metadata) in zip(as_traced, copied, strict=True):
+        assert len(nodes) == len(others) and metadata and metadata == other_metadata
+        assert not [(one, other) for one, other in zip(nodes, others, strict=True) if one != other]
     (found,) = forms
     assert found.copied > COPIED.get(network, 1 / 3) * (found.copied + found.traced)
 
@@ -119,7 +135,7 @@ def test_no_constant_is_taken_for_an_equal_one() -> None:
 
     with traces() as (graphs, _, _):
         step_of(lambda: (net(forward), (inputs(),)))
-    constants = [args for op, target, _, args, *_ in graphs[0] if target == "aten.mul.Tensor"]
+    constants = [args for op, target, _, args, *_ in graphs[0][0] if target == "aten.mul.Tensor"]
     found = [args.rpartition(", ")[2].rstrip(")") for args in constants if "primals" not in args]
     assert found[:5] == ["1", "1.0", "0.0", "-0.0", "nan"]
 
@@ -138,6 +154,40 @@ def test_an_op_in_place_on_a_view_that_was_copied_has_all_traced() -> None:
     assert len(graphs) == 1 and forms[0].copied
 
 
+def views(self: Any, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Outputs that are views of inputs, of one another and of what is no output, and an input that is written to."""
+    x = self.first(x)
+    parts = [*x.sin().chunk(2), *x.cos().chunk(2)]
+    for one in y.chunk(4):
+        one.t().add_(1)
+    given, again = y.view(-1), y.view(-1).t()
+    loss = self.last(torch.cat(parts) * given.sum()).square().mean()
+    return {
+        "loss": loss,
+        "first": parts[2].t(),
+        "second": parts[3],
+        "given": again,
+        "part": y[1].detach(),
+        "same": x.t(),
+    }
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_outputs_are_views_of_what_they_are_otherwise(written: bool) -> None:
+    def forward(self: Any, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        return views(self, x, y if written else y.sin().cos().view(-1).view_as(y))
+
+    def make() -> tuple[nn.Module, tuple[Any, ...]]:
+        return net(forward), (inputs(), torch.ones(8, 8))
+
+    with traces(copying=False) as (as_traced, _, _):
+        step_of(make)
+    with traces() as (copied, forms, _):
+        step_of(make)
+    assert as_traced == copied and forms[0].early.copied
+    check(net(forward), inputs(), torch.ones(8, 8))
+
+
 @pytest.mark.parametrize("viewed_first", [False, True])
 def test_ops_in_place_are_traced_with_what_they_change(viewed_first: bool) -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -149,11 +199,11 @@ def test_ops_in_place_are_traced_with_what_they_change(viewed_first: bool) -> No
             x = x.t().relu_().t() + (x if view is None else view.t())
         return self.last(x).square().mean()
 
-    with traces(copying=False) as (plain, _, _):
+    with traces(copying=False) as (as_traced, _, _):
         step_of(lambda: (net(forward), (inputs(),)))
     with traces() as (copied, _, _):
         step_of(lambda: (net(forward), (inputs(),)))
-    assert plain == copied
+    assert as_traced == copied
     check(net(forward), inputs())
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -27,59 +28,28 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_remat.capture._torch._alike_early import EarlyForms
+from lightning_remat.capture._torch._alike_keys import (
+    Keys,
+    Known,
+    Memory,
+    UnlikeError,
+    gives_views,
+    inner,
+    is_constant,
+    know,
+    known_of,
+    made_later,
+)
+
 Node = torch.fx.Node
 
-_CONSTANTS = {
-    *(int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format),
-}
 _OF_OPS = {"val", "tensor_meta", "original_aten"}
 _OF_PLACES = {"seq_nr", "stack_trace", "is_gradient_acc", "autograd_backward"}
 
 
 class OverwrittenError(Exception):
     """An op writes to a tensor of which there is a view that functionalization does not know."""
-
-
-class _UnlikeError(Exception):
-    """Something is not understood: the op is traced."""
-
-
-@dataclasses.dataclass(slots=True)
-class _Memory:
-    """What tensors that are views of one another share.
-
-    Attributes:
-        viewed: whether there is a view.
-        unknown: whether one of the views was copied, so that functionalization does not know that it is one.
-        written: whether an op has written to it: its views' nodes are made anew when they are read.
-        lost: whether that was while there was a view: no tensor's node is known any more.
-    """
-
-    viewed: bool = False
-    unknown: bool = False
-    written: bool = False
-    lost: bool = False
-
-
-@dataclasses.dataclass(slots=True)
-class _Known:
-    """What is known of a functional tensor.
-
-    Attributes:
-        memory: see `_Memory`.
-        view: whether it was made as a view of another.
-        node: the node that it is; ``None`` where it must be looked up.
-        lies: how it lies; equal for tensors that lie alike.
-        like: of a copied op's result, a fake tensor that lies alike.
-        tracer: then, of its node's graph.
-    """
-
-    memory: _Memory
-    view: bool = False
-    node: Node | None = None
-    lies: Any = None
-    like: FakeTensor | None = None
-    tracer: Any = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,15 +106,6 @@ class _OpForm:
 
 
 _UNSEEN: Any = object()
-_KNOWN = "_lightning_remat_known"
-
-
-def _known(tensor: FunctionalTensor) -> _Known:
-    found: _Known | None = vars(tensor).get(_KNOWN)
-    if found is None:
-        found = _Known(_Memory())
-        setattr(tensor, _KNOWN, found)
-    return found
 
 
 class Forms:
@@ -153,12 +114,13 @@ class Forms:
     Attributes:
         traced: how many ops were traced.
         copied: how many were copied.
+        early: likewise for the run before the trace.
     """
 
     def __init__(self) -> None:
         self.traced = self.copied = 0
-        self._forms: dict[Any, _OpForm | None] = {}
-        self._alike: dict[Any, Any] = {}
+        self._keys, self._forms = Keys(), dict[Any, _OpForm | None]()
+        self.early = EarlyForms(self._keys)
 
     def call(self, trace: Callable[[], Any], mode: Any, op: OpOverload, args: Sequence[Any], kwargs: Any) -> Any:
         """Results of an op; ``trace`` traces it.
@@ -167,45 +129,45 @@ class Forms:
             OverwrittenError: where it writes to something of which not all views are known.
         """
         proxies = get_proxy_mode()
-        if proxies is None:  # no graph is made yet
-            return trace()
+        if proxies is None:
+            return trace() if self._forms else self.early.call(trace, mode, op, args, kwargs)
         if op._schema.is_mutable:
             return self._write(trace, op, args, kwargs)
         tracer, read = proxies.tracer, list[Node]()
         try:
-            key = self._key(op, args, kwargs, read, tracer)
-        except _UnlikeError:
+            key = self._keys.of(op, args, kwargs, lambda tensor: self._node(tensor, tracer), read)
+        except UnlikeError:
             return self._trace(trace, op, args)
         form = self._forms.get(key, _UNSEEN)
         if form is None or (
-            form is not _UNSEEN and form.viewed is not None and _known(args[form.viewed]).memory.written
+            form is not _UNSEEN and form.viewed is not None and known_of(args[form.viewed]).memory.written
         ):
             return self._trace(trace, op, args)
         if form is not _UNSEEN:
             self.copied += 1
             return self._copy(form, op, mode, args, tracer, read)
-        last = next(reversed(tracer.graph.nodes))
+        last = next(iter(reversed(tracer.graph.nodes)))
         results = self._trace(trace, op, args)
         try:
             self._forms[key] = self._form(op, args, read, tracer, last, results)
-        except _UnlikeError:
+        except UnlikeError:
             self._forms[key] = None
         return results
 
     @staticmethod
     def _write(trace: Callable[[], Any], op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Trace an op that writes to some of its arguments."""
-        written: list[_Known] = []
+        written: list[Known] = []
         for i, argument in enumerate(op._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[i] if i < len(args) else kwargs.get(argument.name)
                 tensors = value if isinstance(value, (tuple, list)) else (value,)
-                written += [_known(one) for one in tensors if isinstance(one, FunctionalTensor)]
-        if torch.Tag.inplace_view in op.tags or any(one.memory.unknown for one in written):
+                written += [known_of(one) for one in tensors if isinstance(one, FunctionalTensor)]
+        if torch.Tag.inplace_view in op.tags or op.namespace != "aten" or any(one.memory.unknown for one in written):
             raise OverwrittenError(str(op))
         results = trace()
         for one in written:
-            one.node = one.like = None
+            one.node = None
             one.memory.written, one.memory.lost = True, one.memory.viewed
         return results
 
@@ -213,77 +175,30 @@ class Forms:
         """Trace an op; views among its results are noted as such."""
         self.traced += 1
         results = trace()
-        if any(one.alias_info is not None for one in op._schema.returns):
+        if gives_views(op):
             given = [one for one in args if isinstance(one, FunctionalTensor)]
             for one in results if isinstance(results, (tuple, list)) else (results,):
                 if isinstance(one, FunctionalTensor) and given and all(one is not other for other in given):
-                    memory = _known(given[0]).memory
+                    memory = known_of(given[0]).memory
                     memory.viewed = True
-                    setattr(one, _KNOWN, _Known(memory, view=True))
+                    know(one, Known(memory, view=True))
         return results
 
-    def _key(self, op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], read: list[Node], tracer: Any) -> Any:
-        """All that tells what comes of an op.
-
-        Raises:
-            _UnlikeError: where there is more.
-        """
-        if op.namespace != "aten":
-            raise _UnlikeError
-        parts = tuple([self._part(one, read, tracer) for one in args])
-        named = tuple([(name, self._part(one, read, tracer)) for name, one in kwargs.items()])
-        return op, parts, named, torch.is_grad_enabled(), torch.get_default_dtype()
-
-    def _part(self, value: Any, read: list[Node], tracer: Any) -> Any:
-        """An argument's part of an op's key; nodes are added to those that the op reads, each once."""
-        kind = type(value)
-        if kind is FunctionalTensor:
-            known = _known(value)
-            node = self._node(value, known, tracer)
-            if node in read:
-                return read.index(node)
-            read.append(node)
-            return known.lies
-        if kind in _CONSTANTS:
-            return kind, value
-        if kind is float:
-            return kind, value.hex()  # -0.0 is not 0.0
-        if kind in (tuple, list, torch.Size):
-            return kind, *[self._part(one, read, tracer) for one in value]
-        raise _UnlikeError
-
-    def _node(self, tensor: FunctionalTensor, known: _Known, tracer: Any) -> Node:
+    def _node(self, tensor: FunctionalTensor, tracer: Any) -> Node:
         """The node that a tensor is; how it lies is known then."""
+        known = known_of(tensor)
         if known.memory.lost or (known.memory.written and known.view):
-            raise _UnlikeError
+            raise UnlikeError
         if known.node is None:
-            inner: Any = torch._from_functional_tensor(tensor.elem)
-            entry = tracer.tensor_tracker.get(inner)
-            if type(inner) is not FakeTensor or entry is None:
-                raise _UnlikeError
-            if (
-                inner.constant is not None or entry.constant is not None
-            ):  # what comes of an op may depend on the numbers
-                raise _UnlikeError
-            known.lies, known.node = self._lies(inner), entry.proxy.node
+            fake = inner(tensor)
+            entry = tracer.tensor_tracker.get(fake)
+            if entry is None or entry.constant is not None:
+                raise UnlikeError
+            known.lies, known.node = self._keys.lies(fake), entry.proxy.node
         assert known.node is not None
         if known.node.graph is not tracer.graph:
-            raise _UnlikeError
+            raise UnlikeError
         return known.node
-
-    def _lies(self, fake: FakeTensor) -> Any:
-        """How a tensor lies; one object for all that lie alike."""
-        if fake.layout is not torch.strided or fake.is_quantized or fake.dtype.is_complex:
-            raise _UnlikeError
-        if (
-            fake.is_neg()
-            or fake._is_zerotensor()
-            or not all(type(size) is int for size in (*fake.shape, *fake.stride()))
-        ):
-            raise _UnlikeError
-        where = fake.storage_offset(), fake.untyped_storage().nbytes()
-        lies = tuple(fake.shape), fake.stride(), where, fake.dtype, fake.device
-        return self._alike.setdefault(lies, (len(self._alike),))
 
     def _form(
         self, op: OpOverload, args: Sequence[Any], read: list[Node], tracer: Any, last: Node, results: Any
@@ -291,7 +206,7 @@ class Forms:
         """What came of an op: the nodes after ``last``.
 
         Raises:
-            _UnlikeError: where it is not a node of the op, with others for its results, made of the arguments alone.
+            UnlikeError: where it is not a node of the op, with others for its results, made of the arguments alone.
         """
         made: list[Node] = []
         while last.next.op != "root":
@@ -301,7 +216,7 @@ class Forms:
         places.update({node: _Place(-1 - i) for i, node in enumerate(made)})
         targets = [node.target for node in made]
         if not made or targets[0] is not op or any(target is not operator.getitem for target in targets[1:]):
-            raise _UnlikeError
+            raise UnlikeError
         kind = type(results) if isinstance(results, (tuple, list)) else None
         forms: list[_ResultForm | None] = []
         for tensor in results if kind is not None else (results,):
@@ -309,16 +224,15 @@ class Forms:
                 forms.append(None)
                 continue
             if type(tensor) is not FunctionalTensor:
-                raise _UnlikeError
-            known = _known(tensor)
-            node = self._node(tensor, known, tracer)
+                raise UnlikeError
+            node = self._node(tensor, tracer)
             if node not in made:
-                raise _UnlikeError
-            inner: Any = torch._from_functional_tensor(tensor.elem)
-            forms.append(_ResultForm(made.index(node), inner, torch._to_functional_tensor(inner), known.lies))
+                raise UnlikeError
+            fake = inner(tensor)
+            forms.append(_ResultForm(made.index(node), fake, torch._to_functional_tensor(fake), known_of(tensor).lies))
         views = [i for i, one in enumerate(op._schema.arguments) if one.alias_info is not None]
         if len(views) > 1 or any(i >= len(args) or type(args[i]) is not FunctionalTensor for i in views):
-            raise _UnlikeError
+            raise UnlikeError
         nodes = tuple(_node_form(node, places) for node in made)
         return _OpForm(nodes, tuple(forms), kind, views[0] if views else None)
 
@@ -342,7 +256,7 @@ class Forms:
                 meta["original_aten"] = None
         memory = None
         if form.viewed is not None:
-            memory = _known(args[form.viewed]).memory
+            memory = known_of(args[form.viewed]).memory
             memory.viewed = memory.unknown = True
         results = []
         for result in form.results:
@@ -350,9 +264,9 @@ class Forms:
             if result is not None:
                 tensor = FunctionalTensor(result.wrapped, mode)
                 del tensor.elem
-                view = memory is not None
-                known = _Known(memory or _Memory(), view, made[result.node], result.lies, result.like, tracer)
-                setattr(tensor, _KNOWN, known)
+                node = made[result.node]
+                make = functools.partial(_made, node, tracer, result.like)
+                know(tensor, Known(memory or Memory(), memory is not None, node, result.lies, make))
             results.append(tensor)
         return results[0] if form.kind is None else form.kind(results)
 
@@ -362,9 +276,9 @@ def _node_form(node: Node, places: dict[Node, _Place]) -> _NodeForm:
     name = target.overloadpacket.__name__ if isinstance(target, OpOverload) else target.__name__
     current = fx_traceback.get_current_meta() if fx_traceback.has_preserved_node_meta() else {}
     if name.startswith("__") or name.lower() != name or not node.meta.keys() <= _OF_OPS | _OF_PLACES | current.keys():
-        raise _UnlikeError
+        raise UnlikeError
     if any(isinstance(_placed(value, places), (_Place, _Several)) for value in node.kwargs.values()):
-        raise _UnlikeError
+        raise UnlikeError
     meta: dict[str, Any] = {key: node.meta[key] for key in ("val", "tensor_meta") if key in node.meta}
     return _NodeForm(target, name, tuple(_placed(one, places) for one in node.args), dict(node.kwargs), meta)
 
@@ -373,13 +287,13 @@ def _placed(value: Any, places: dict[Node, _Place]) -> Any:
     """A node's argument, with places where it has nodes."""
     if isinstance(value, Node):
         if value not in places:
-            raise _UnlikeError
+            raise UnlikeError
         return places[value]
     if isinstance(value, (tuple, list)):
         parts = tuple(_placed(one, places) for one in value)
         return _Several(type(value), parts) if any(isinstance(one, (_Place, _Several)) for one in parts) else value
-    if type(value) not in _CONSTANTS and type(value) is not float:
-        raise _UnlikeError
+    if not is_constant(value):
+        raise UnlikeError
     return value
 
 
@@ -393,16 +307,12 @@ def _filled(value: Any, read: list[Node], made: list[Node]) -> Any:
     return value
 
 
-def _inner(tensor: FunctionalTensor, name: str) -> Any:
-    """``FunctionalTensor.elem`` of the result of an op that was copied."""
-    known: _Known | None = vars(tensor).get(_KNOWN)
-    if name != "elem" or known is None or known.like is None or known.node is None:
-        raise AttributeError(f"'{type(tensor).__name__}' object has no attribute '{name}'")
+def _made(node: Node, tracer: Any, like: Any) -> Any:
+    """What the result of an op that was copied is to the modes below; ``like`` is a fake tensor that lies alike."""
     with torch._C._AutoDispatchBelowAutograd(), _disable_current_modes():
-        inner = known.like.detach()
-    track_tensor(inner, torch.fx.Proxy(known.node, known.tracer), constant=None, tracer=known.tracer)
-    tensor.elem = torch._to_functional_tensor(inner)
-    return tensor.elem
+        fake = like.detach()
+    track_tensor(fake, torch.fx.Proxy(node, tracer), constant=None, tracer=tracer)
+    return torch._to_functional_tensor(fake)
 
 
 @contextlib.contextmanager
@@ -421,7 +331,7 @@ def alike_ops() -> Iterator[Forms]:
 
     functional: Any = FunctionalTensor
     FunctionalTensorMode.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
-    functional.__getattr__ = _inner
+    functional.__getattr__ = made_later
     try:
         yield forms
     finally:

@@ -20,7 +20,7 @@ RELEASES = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """Releases of torch that the package was run with."""
 
 NAMES = {
-    "torch": "_assert _assert_async _from_functional_tensor _to_functional_tensor",
+    "torch": "_assert _assert_async _from_functional_tensor _functionalize_unsafe_set _to_functional_tensor",
     "torch._C": "DispatchKey.Autograd DispatchKey.CPU DispatchKey.CompositeImplicitAutograd DispatchKeySet "
     "TensorBase _AutoDispatchBelowAutograd _FunctionBase _VariableFunctions _accelerator_setAllocatorSettings "
     "_autograd._get_current_graph_task_keep_graph _autograd._get_sequence_nr "

@@ -1,0 +1,110 @@
+"""The like for AOTAutograd's first run of a forward, in which it looks at inputs and outputs, and makes no graph.
+
+A result that is copied is a tensor that lies as the first one, and, where it is a view, on the memory that it is a view of.
+Where functionalization is to know the view, since it is an output, is written to, or read by an op that is run, the op is run
+then: no graph is made, so that it does not matter when.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_remat.capture._torch._alike_keys import Keys, Known, UnlikeError, gives_views, inner, know, known_of
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Form:
+    """What came of an op: its results, fake and wrapped, with how they lie; ``kind`` is their type where there are several."""
+
+    results: tuple[tuple[FakeTensor, torch.Tensor, Any], ...]
+    kind: type | None
+    views: bool
+
+
+class EarlyForms:
+    """What came of the ops of a first run."""
+
+    def __init__(self, keys: Keys) -> None:
+        self.copied = 0
+        self._keys = keys
+        self._forms: dict[Any, _Form | None] = {}
+        self._off = False  # after an op by which other tensors may lie otherwise
+
+    def call(self, run: Callable[[], Any], mode: Any, op: OpOverload, args: Sequence[Any], kwargs: Any) -> Any:
+        """Results of an op; ``run`` runs it."""
+        if op._schema.is_mutable:
+            self._off = self._off or op.namespace != "aten" or torch.Tag.inplace_view in op.tags
+            results = run()
+            for one in (*args, *kwargs.values()):
+                for tensor in one if isinstance(one, (tuple, list)) else (one,):
+                    if isinstance(tensor, FunctionalTensor):
+                        known_of(tensor).lies = None
+            return results
+        if self._off:
+            return run()
+        try:
+            key = self._keys.of(op, args, kwargs, self._identity, [])
+        except UnlikeError:
+            return run()
+        if key in self._forms:
+            form = self._forms[key]
+            return run() if form is None else self._copy(form, run, mode, args)
+        results = run()
+        try:
+            self._forms[key] = self._form(op, args, results)
+        except UnlikeError:
+            self._forms[key] = None
+        return results
+
+    def _identity(self, tensor: FunctionalTensor) -> FunctionalTensor:
+        known = known_of(tensor)
+        if known.lies is None:
+            known.lies = self._keys.lies(inner(tensor))
+        return tensor
+
+    def _form(self, op: OpOverload, args: Sequence[Any], results: Any) -> _Form:
+        kind = type(results) if isinstance(results, (tuple, list)) else None
+        several = tuple(results) if kind is not None else (results,)
+        views = gives_views(op)
+        if any(type(one) is not FunctionalTensor or any(one is arg for arg in args) for one in several):
+            raise UnlikeError
+        if views and (not args or type(args[0]) is not FunctionalTensor):
+            raise UnlikeError
+        fakes = [inner(one) for one in several]
+        forms = [(one, torch._to_functional_tensor(one), self._keys.lies(one)) for one in fakes]
+        return _Form(tuple(forms), kind, views)
+
+    def _copy(self, form: _Form, run: Callable[[], Any], mode: Any, args: Sequence[Any]) -> Any:
+        self.copied += 1
+        results = []
+        ran = functools.cache(run)  # once for all results
+        for i, (fake, wrapped, lies) in enumerate(form.results):
+            tensor: Any = FunctionalTensor(wrapped, mode)
+            del tensor.elem
+            make: Callable[[], torch.Tensor] = functools.partial(_fresh, fake)
+            if form.views:
+                make = functools.partial(_viewed, ran, i if form.kind is not None else None)
+                torch._functionalize_unsafe_set(tensor, args[0])
+            know(tensor, Known(lies=lies, make=make))
+            results.append(tensor)
+        return results[0] if form.kind is None else form.kind(results)
+
+
+def _fresh(like: FakeTensor) -> torch.Tensor:
+    with torch._C._AutoDispatchBelowAutograd(), _disable_current_modes():
+        return torch._to_functional_tensor(like.detach())
+
+
+def _viewed(run: Callable[[], Any], place: int | None) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        results = run()
+    return (results if place is None else results[place]).elem
