@@ -25,8 +25,7 @@ import torch.fx.traceback as fx_traceback
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.fx.experimental import proxy_tensor
 
 from lightning_remat.capture._torch._alike_early import EarlyForms
 from lightning_remat.capture._torch._alike_keys import (
@@ -128,7 +127,7 @@ class Forms:
         Raises:
             OverwrittenError: where it writes to something of which not all views are known.
         """
-        proxies = get_proxy_mode()
+        proxies = proxy_tensor.get_proxy_mode()
         if proxies is None:
             return trace() if self._forms else self.early.call(trace, mode, op, args, kwargs)
         if op._schema.is_mutable:
@@ -307,11 +306,11 @@ def _filled(value: Any, read: list[Node], made: list[Node]) -> Any:
     return value
 
 
-def _made(node: Node, tracer: Any, like: Any) -> Any:
-    """What the result of an op that was copied is to the modes below; ``like`` is a fake tensor that lies alike."""
-    with torch._C._AutoDispatchBelowAutograd(), _disable_current_modes():
-        fake = like.detach()
-    track_tensor(fake, torch.fx.Proxy(node, tracer), constant=None, tracer=tracer)
+def _made(node: Node, tracer: Any, like: FakeTensor) -> Any:
+    """What the result of an op that was copied is to the modes below."""
+    with torch._C._AutoDispatchBelowAutograd():
+        fake: Any = proxy_tensor.snapshot_fake(like)
+    proxy_tensor.track_tensor(fake, torch.fx.Proxy(node, tracer), constant=None, tracer=tracer)
     return torch._to_functional_tensor(fake)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.fx.experimental import proxy_tensor
 
 from lightning_remat.capture._torch._alike_keys import Keys, Known, UnlikeError, gives_views, inner, know, known_of
 
@@ -100,8 +100,9 @@ class EarlyForms:
 
 
 def _fresh(like: FakeTensor) -> torch.Tensor:
-    with torch._C._AutoDispatchBelowAutograd(), _disable_current_modes():
-        return torch._to_functional_tensor(like.detach())
+    with torch._C._AutoDispatchBelowAutograd():
+        fake: Any = proxy_tensor.snapshot_fake(like)
+    return torch._to_functional_tensor(fake)
 
 
 def _viewed(run: Callable[[], Any], place: int | None) -> Any:

@@ -20,7 +20,7 @@ RELEASES = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """Releases of torch that the package was run with."""
 
 NAMES = {
-    "torch": "_assert _assert_async _from_functional_tensor _functionalize_unsafe_set _to_functional_tensor",
+    "torch": "_assert _assert_async",
     "torch._C": "DispatchKey.Autograd DispatchKey.CPU DispatchKey.CompositeImplicitAutograd DispatchKeySet "
     "TensorBase _AutoDispatchBelowAutograd _FunctionBase _VariableFunctions _accelerator_setAllocatorSettings "
     "_autograd._get_current_graph_task_keep_graph _autograd._get_sequence_nr "
@@ -70,7 +70,7 @@ NAMES = {
     "FakeTensorMode.dispatch",
     "torch._subclasses.functional_tensor": "FunctionalTensor FunctionalTensorMode.__torch_dispatch__",
     "torch._utils": "is_compiling",
-    "torch.Tensor": "_backward_hooks _indices _is_view _is_zerotensor _post_accumulate_grad_hooks _values _version",
+    "torch.Tensor": "_backward_hooks _indices _is_view _post_accumulate_grad_hooks _values _version",
     "torch.UntypedStorage": "_cdata",
     "torch.amp.autocast_mode": "_enter_autocast _exit_autocast",
     "torch.autograd": "_profiler_enabled",
@@ -100,10 +100,14 @@ NAMES = {
 """The private names of torch that are used, by the module or object that has them; ``add`` stands for any op."""
 
 LATER_NAMES = {
+    "torch": "_from_functional_tensor _functionalize_unsafe_set _to_functional_tensor",
+    "torch.Tensor": "_is_zerotensor",
+    "torch._dynamo.symbolic_convert": "get_funcname",
     "torch._inductor.compile_fx": "compile_fx_inner",
     "torch._inductor.decomposition": "select_decomp_table",
 }
-"""Likewise, names that are imported where ops are fused, since that takes long: where they are gone, none are."""
+"""Likewise, names without which it goes on: ops are not fused then (these are imported there, since that takes long), or each
+is traced, those that come again as well, or Dynamo reads more files."""
 
 SHOWN = 4
 """The most missing names that a message gives."""
