@@ -116,20 +116,23 @@ class Forms:
         early: likewise for the run before the trace.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own: Callable[..., Any]) -> None:
         self.traced = self.copied = 0
+        self._own = own
         self._keys, self._forms = Keys(), dict[Any, _OpForm | None]()
-        self.early = EarlyForms(self._keys)
+        self.early = EarlyForms(self._keys, own)
 
-    def call(self, trace: Callable[[], Any], mode: Any, op: OpOverload, args: Sequence[Any], kwargs: Any) -> Any:
-        """Results of an op; ``trace`` traces it.
+    def call(self, mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
+        """Results of an op.
 
         Raises:
             OverwrittenError: where it writes to something of which not all views are known.
         """
         proxies = proxy_tensor.get_proxy_mode()
         if proxies is None:
-            return trace() if self._forms else self.early.call(trace, mode, op, args, kwargs)
+            early = not self._forms
+            return self.early.call(mode, op, types, args, kwargs) if early else self._own(mode, op, types, args, kwargs)
+        trace = functools.partial(self._own, mode, op, types, args, kwargs)
         if op._schema.is_mutable:
             return self._write(trace, op, args, kwargs)
         tracer, read = proxies.tracer, list[Node]()
@@ -262,7 +265,6 @@ class Forms:
             tensor: Any = None
             if result is not None:
                 tensor = FunctionalTensor(result.wrapped, mode)
-                del tensor.elem
                 node = made[result.node]
                 make = functools.partial(_made, node, tracer, result.like)
                 know(tensor, Known(memory or Memory(), memory is not None, node, result.lies, make))
@@ -321,18 +323,19 @@ def alike_ops() -> Iterator[Forms]:
     Tracing may end with `OverwrittenError` then.
     """
     own: Any = FunctionalTensorMode.__torch_dispatch__
-    forms = Forms()
+    forms = Forms(own)
 
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not isinstance(func, OpOverload):
             return own(self, func, types, args, kwargs)
-        return forms.call(lambda: own(self, func, types, args, kwargs), self, func, args, kwargs or {})
+        return forms.call(self, func, types, args, kwargs or {})
 
     functional: Any = FunctionalTensor
+    assert not hasattr(functional, "elem"), "an attribute of each tensor"
     FunctionalTensorMode.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
-    functional.__getattr__ = made_later
+    functional.elem = made_later()
     try:
         yield forms
     finally:
         FunctionalTensorMode.__torch_dispatch__ = own  # type: ignore[method-assign]
-        del functional.__getattr__
+        del functional.elem

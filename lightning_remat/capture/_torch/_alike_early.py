@@ -33,14 +33,15 @@ class _Form:
 class EarlyForms:
     """What came of the ops of a first run."""
 
-    def __init__(self, keys: Keys) -> None:
+    def __init__(self, keys: Keys, own: Callable[..., Any]) -> None:
         self.copied = 0
-        self._keys = keys
+        self._keys, self._own = keys, own
         self._forms: dict[Any, _Form | None] = {}
         self._off = False  # after an op by which other tensors may lie otherwise
 
-    def call(self, run: Callable[[], Any], mode: Any, op: OpOverload, args: Sequence[Any], kwargs: Any) -> Any:
-        """Results of an op; ``run`` runs it."""
+    def call(self, mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
+        """Results of an op."""
+        run = functools.partial(self._own, mode, op, types, args, kwargs)
         if op._schema.is_mutable:
             self._off = self._off or op.namespace != "aten" or torch.Tag.inplace_view in op.tags
             results = run()
@@ -57,7 +58,7 @@ class EarlyForms:
             return run()
         if key in self._forms:
             form = self._forms[key]
-            return run() if form is None else self._copy(form, run, mode, args)
+            return run() if form is None else self._copy(form, mode, op, types, args, kwargs)
         results = run()
         try:
             self._forms[key] = self._form(op, args, results)
@@ -77,35 +78,44 @@ class EarlyForms:
         views = gives_views(op)
         if any(type(one) is not FunctionalTensor or any(one is arg for arg in args) for one in several):
             raise UnlikeError
-        if views and (not args or type(args[0]) is not FunctionalTensor):
+        if views and [type(one) is FunctionalTensor for one in args].count(True) != 1:
+            raise UnlikeError
+        if views and type(args[0]) is not FunctionalTensor:
             raise UnlikeError
         fakes = [inner(one) for one in several]
         forms = [(one, torch._to_functional_tensor(one), self._keys.lies(one)) for one in fakes]
         return _Form(tuple(forms), kind, views)
 
-    def _copy(self, form: _Form, run: Callable[[], Any], mode: Any, args: Sequence[Any]) -> Any:
+    def _copy(self, form: _Form, mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
         self.copied += 1
+        if form.views:
+            base = known_of(args[0])
+            if base.make is None:
+                base.made = args[0].elem
+            viewed = functools.cache(functools.partial(self._viewed, mode, op, types, base, args[1:], kwargs))
         results = []
-        ran = functools.cache(run)  # once for all results
         for i, (fake, wrapped, lies) in enumerate(form.results):
             tensor: Any = FunctionalTensor(wrapped, mode)
-            del tensor.elem
             make: Callable[[], torch.Tensor] = functools.partial(_fresh, fake)
             if form.views:
-                make = functools.partial(_viewed, ran, i if form.kind is not None else None)
+                make = functools.partial(_elem, viewed, i if form.kind is not None else None)
                 torch._functionalize_unsafe_set(tensor, args[0])
             know(tensor, Known(lies=lies, make=make))
             results.append(tensor)
         return results[0] if form.kind is None else form.kind(results)
+
+    def _viewed(self, mode: Any, op: OpOverload, types: Any, base: Known, others: Any, kwargs: Any) -> Any:
+        """Views of a tensor; not made of the tensor itself, which autograd's graph holds, that holds the views."""
+        with torch._C._AutoDispatchBelowAutograd():
+            return self._own(mode, op, types, (FunctionalTensor(base.elem(), mode), *others), kwargs)
+
+
+def _elem(results: Callable[[], Any], place: int | None) -> torch.Tensor:
+    found: Any = results() if place is None else results()[place]
+    return found.elem  # type: ignore[no-any-return]
 
 
 def _fresh(like: FakeTensor) -> torch.Tensor:
     with torch._C._AutoDispatchBelowAutograd():
         fake: Any = proxy_tensor.snapshot_fake(like)
     return torch._to_functional_tensor(fake)
-
-
-def _viewed(run: Callable[[], Any], place: int | None) -> Any:
-    with torch._C._AutoDispatchBelowAutograd():
-        results = run()
-    return (results if place is None else results[place]).elem

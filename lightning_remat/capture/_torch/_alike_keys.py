@@ -49,6 +49,7 @@ class Known:
         node: the node that it is; ``None`` where it must be looked up, or no graph is made.
         lies: how it lies; equal for tensors that lie alike, ``None`` where it must be looked up.
         make: of a copied op's result, makes what it is to the modes below.
+        made: what that has made, or what the tensor is to the modes below anyway, where a view of it may have to be made.
     """
 
     memory: Memory = dataclasses.field(default_factory=Memory)
@@ -56,6 +57,15 @@ class Known:
     node: torch.fx.Node | None = None
     lies: Any = None
     make: Callable[[], torch.Tensor] | None = None
+    made: torch.Tensor | None = None
+
+    def elem(self) -> torch.Tensor:
+        """What the tensor is to the modes below, where `make` or `made` is known."""
+        if self.make is not None:
+            make, self.make = self.make, None
+            self.made = make()
+        assert self.made is not None
+        return self.made
 
 
 _KNOWN = "_lightning_remat_known"
@@ -75,14 +85,26 @@ def know(tensor: Any, known: Known) -> None:
     setattr(tensor, _KNOWN, known)
 
 
-def made_later(tensor: Any, name: str) -> Any:
-    """``FunctionalTensor.__getattr__``: ``elem`` of a copied op's result, made when it is asked for."""
-    known: Known | None = vars(tensor).get(_KNOWN)
-    if name != "elem" or known is None or known.make is None:
-        raise AttributeError(f"'{type(tensor).__name__}' object has no attribute '{name}'")
-    make, known.make = known.make, None
-    tensor.elem = make()
-    return tensor.elem
+def made_later() -> property:
+    """For ``FunctionalTensor.elem``: of a copied op's result, it is made when it is asked for.
+
+    (The tensor has one before, of another tensor that lies alike, for whoever comes upon it after the trace.)
+    """
+
+    def get(tensor: Any) -> Any:
+        own = vars(tensor)
+        known: Known | None = own.get(_KNOWN)
+        if known is not None and (known.make is not None or known.made is not None):
+            own["elem"] = known.elem()
+        return own["elem"]
+
+    def set_to(tensor: Any, value: Any) -> None:
+        own = vars(tensor)
+        own["elem"] = value
+        if _KNOWN in own:
+            own[_KNOWN].make, own[_KNOWN].made = None, value
+
+    return property(get, set_to)
 
 
 def is_constant(value: Any) -> bool:
@@ -116,29 +138,28 @@ class Keys:
         Raises:
             UnlikeError: where there is more.
         """
-
-        def part(value: Any) -> Any:
-            kind = type(value)
-            if kind is FunctionalTensor:
-                one = identity(value)
-                for i, other in enumerate(read):
-                    if other is one:
-                        return i
-                read.append(one)
-                return known_of(value).lies
-            if kind in _CONSTANTS:
-                return kind, value
-            if kind is float:
-                return kind, value.hex()  # -0.0 is not 0.0
-            if kind in (tuple, list, torch.Size):
-                return kind, *[part(one) for one in value]
-            raise UnlikeError
-
         if op.namespace != "aten":
             raise UnlikeError
-        parts = tuple([part(one) for one in args])
-        named = tuple([(name, part(one)) for name, one in kwargs.items()])
+        parts = tuple([self._part(one, identity, read) for one in args])
+        named = tuple([(name, self._part(one, identity, read)) for name, one in kwargs.items()])
         return op, parts, named, torch.is_grad_enabled(), torch.get_default_dtype()
+
+    def _part(self, value: Any, identity: Callable[[FunctionalTensor], Any], read: list[Any]) -> Any:
+        kind = type(value)
+        if kind is FunctionalTensor:
+            one = identity(value)
+            for i, other in enumerate(read):
+                if other is one:
+                    return i
+            read.append(one)
+            return known_of(value).lies
+        if kind in _CONSTANTS:
+            return kind, value
+        if kind is float:
+            return kind, value.hex()  # -0.0 is not 0.0
+        if kind in (tuple, list, torch.Size):
+            return kind, *[self._part(one, identity, read) for one in value]
+        raise UnlikeError
 
     def lies(self, fake: Any) -> Any:
         """How a fake tensor lies; one object for all that lie alike.
