@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -237,3 +238,16 @@ def test_nothing_that_was_traced_is_kept() -> None:
         assert traced() == before
     finally:
         gc.enable()
+
+
+def test_what_another_thread_traces_is_left_alone() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().t().sin().t().sin()
+
+    x, found = torch.randn(8, 8), list[torch.Tensor]()
+    with alike_ops() as forms:
+        run = torch.compile(function, backend="aot_eager")
+        thread = threading.Thread(target=lambda: found.append(run(x)))
+        thread.start()
+        thread.join()
+    assert torch.equal(found[0], function(x)) and not (forms.copied or forms.traced or forms.early.copied)

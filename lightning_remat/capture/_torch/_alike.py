@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -118,7 +119,7 @@ class Forms:
 
     def __init__(self, own: Callable[..., Any]) -> None:
         self.traced = self.copied = 0
-        self._own = own
+        self._own, self._thread, self._tracer = own, threading.get_ident(), None
         self._keys, self._forms = Keys(), dict[Any, _OpForm | None]()
         self.early = EarlyForms(self._keys, own)
 
@@ -129,13 +130,17 @@ class Forms:
             OverwrittenError: where it writes to something of which not all views are known.
         """
         proxies = proxy_tensor.get_proxy_mode()
-        if proxies is None:
-            early = not self._forms
-            return self.early.call(mode, op, types, args, kwargs) if early else self._own(mode, op, types, args, kwargs)
+        tracer: Any = proxies.tracer if proxies is not None else None
         trace = functools.partial(self._own, mode, op, types, args, kwargs)
+        if threading.get_ident() == self._thread:
+            self._tracer = tracer or self._tracer
+        elif tracer is None or tracer is not self._tracer:  # not a thread of autograd's, but another trace
+            return trace()
+        if tracer is None:
+            return trace() if self._forms else self.early.call(mode, op, types, args, kwargs)
         if op._schema.is_mutable:
             return self._write(trace, op, args, kwargs)
-        tracer, read = proxies.tracer, list[Node]()
+        read: list[Node] = []
         try:
             key = self._keys.of(op, args, kwargs, lambda tensor: self._node(tensor, tracer), read)
         except UnlikeError:
@@ -148,8 +153,10 @@ class Forms:
         if form is not _UNSEEN:
             self.copied += 1
             return self._copy(form, op, mode, args, tracer, read)
-        last = next(iter(reversed(tracer.graph.nodes)))
+        last = next(iter(reversed(tracer.graph.nodes)), None)
         results = self._trace(trace, op, args)
+        if last is None:
+            return results
         try:
             self._forms[key] = self._form(op, args, read, tracer, last, results)
         except UnlikeError:
