@@ -143,18 +143,47 @@ def test_no_constant_is_taken_for_an_equal_one() -> None:
     assert found[:5] == ["1", "1.0", "0.0", "-0.0", "nan"]
 
 
-def test_an_op_in_place_on_a_view_that_was_copied_has_all_traced() -> None:
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        one, other = x.sin(), x.cos()
+class WritesToViews(torch.autograd.Function):
+    """Its backward writes to a view, of the second of two tensors that lie alike."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        one, other = gradient * 1.5, gradient * 0.5
         flat, again = one.view(-1), other.view(-1)
         again.mul_(2)
-        return self.last(other * flat.view_as(one)).square().mean()
+        return other + flat.view_as(one)
+
+
+def test_an_op_in_place_on_a_view_that_was_copied_has_all_traced() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.last(WritesToViews.apply(self.first(x))).square().mean()
 
     with traces(planned=True) as (graphs, forms, ends):
         check(net(forward), inputs())
     assert ends == ["aten.mul_.Tensor"] and issubclass(OverwrittenError, Exception)
     assert len(graphs) == 1 and forms[0].copied
+
+
+def test_views_that_the_forward_writes_to_are_not_copied() -> None:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        one, other = x.sin(), x.cos()
+        flat, again = one.view(-1), other.view(-1)
+        again.mul_(2)
+        y = other @ self.first.weight @ self.first.weight.t()  # of functionalization a view, which it does not say
+        y += flat.view_as(one)
+        return self.last(y).square().mean()
+
+    with traces(copying=False) as (as_traced, _, _):
+        step_of(lambda: (net(forward), (inputs().view(2, 16, 8),)))
+    with traces() as (copied, forms, ends):
+        step_of(lambda: (net(forward), (inputs().view(2, 16, 8),)))
+    assert as_traced == copied and forms[0].copied and not ends
+    check(net(forward), inputs().view(2, 16, 8))
 
 
 def views(self: Any, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -34,12 +34,13 @@ from lightning_remat.capture._torch._alike_keys import (
     Known,
     Memory,
     UnlikeError,
-    gives_views,
     inner,
     is_constant,
     know,
     known_of,
     made_later,
+    note_views,
+    written_by,
 )
 
 Node = torch.fx.Node
@@ -96,13 +97,13 @@ class _OpForm:
         nodes: of the op.
         results: of the op.
         kind: the type of its results, where there are several.
-        viewed: the argument that they are views of.
+        views: whether they are views of the first argument.
     """
 
     nodes: tuple[_NodeForm, ...]
     results: tuple[_ResultForm | None, ...]
     kind: type | None
-    viewed: int | None
+    views: bool
 
 
 _UNSEEN: Any = object()
@@ -146,9 +147,7 @@ class Forms:
         except UnlikeError:
             return self._trace(trace, op, args)
         form = self._forms.get(key, _UNSEEN)
-        if form is None or (
-            form is not _UNSEEN and form.viewed is not None and known_of(args[form.viewed]).memory.written
-        ):
+        if form is None or (form is not _UNSEEN and form.views and self._may_be_written(args[0])):
             return self._trace(trace, op, args)
         if form is not _UNSEEN:
             self.copied += 1
@@ -166,12 +165,7 @@ class Forms:
     @staticmethod
     def _write(trace: Callable[[], Any], op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Trace an op that writes to some of its arguments."""
-        written: list[Known] = []
-        for i, argument in enumerate(op._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[i] if i < len(args) else kwargs.get(argument.name)
-                tensors = value if isinstance(value, (tuple, list)) else (value,)
-                written += [known_of(one) for one in tensors if isinstance(one, FunctionalTensor)]
+        written = written_by(op, args, kwargs)
         if torch.Tag.inplace_view in op.tags or op.namespace != "aten" or any(one.memory.unknown for one in written):
             raise OverwrittenError(str(op))
         results = trace()
@@ -180,17 +174,15 @@ class Forms:
             one.memory.written, one.memory.lost = True, one.memory.viewed
         return results
 
+    def _may_be_written(self, tensor: FunctionalTensor) -> bool:
+        """Whether functionalization must know of a tensor's views, as far as is known."""
+        return self.early.writes_to_views or known_of(tensor).memory.written
+
     def _trace(self, trace: Callable[[], Any], op: OpOverload, args: Sequence[Any]) -> Any:
         """Trace an op; views among its results are noted as such."""
         self.traced += 1
         results = trace()
-        if gives_views(op):
-            given = [one for one in args if isinstance(one, FunctionalTensor)]
-            for one in results if isinstance(results, (tuple, list)) else (results,):
-                if isinstance(one, FunctionalTensor) and given and all(one is not other for other in given):
-                    memory = known_of(given[0]).memory
-                    memory.viewed = True
-                    know(one, Known(memory, view=True))
+        note_views(op, args, results)
         return results
 
     def _node(self, tensor: FunctionalTensor, tracer: Any) -> Node:
@@ -239,11 +231,11 @@ class Forms:
                 raise UnlikeError
             fake = inner(tensor)
             forms.append(_ResultForm(made.index(node), fake, torch._to_functional_tensor(fake), known_of(tensor).lies))
-        views = [i for i, one in enumerate(op._schema.arguments) if one.alias_info is not None]
-        if len(views) > 1 or any(i >= len(args) or type(args[i]) is not FunctionalTensor for i in views):
+        views = any(one is not None and known_of(one).view for one in (results if kind is not None else (results,)))
+        if views and (type(args[0]) is not FunctionalTensor or len(read) != 1):
             raise UnlikeError
         nodes = tuple(_node_form(node, places) for node in made)
-        return _OpForm(nodes, tuple(forms), kind, views[0] if views else None)
+        return _OpForm(nodes, tuple(forms), kind, views)
 
     def _copy(
         self, form: _OpForm, op: OpOverload, mode: Any, args: Sequence[Any], tracer: Any, read: list[Node]
@@ -264,8 +256,8 @@ class Forms:
             if outermost:
                 meta["original_aten"] = None
         memory = None
-        if form.viewed is not None:
-            memory = known_of(args[form.viewed]).memory
+        if form.views:
+            memory = known_of(args[0]).memory
             memory.viewed = memory.unknown = True
         results = []
         for result in form.results:

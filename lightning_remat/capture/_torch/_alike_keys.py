@@ -183,6 +183,34 @@ def inner(tensor: FunctionalTensor) -> Any:
     return torch._from_functional_tensor(tensor.elem)
 
 
-def gives_views(op: OpOverload) -> bool:
-    """Whether an op's results may be views of its arguments."""
+def shares_memory(op: OpOverload) -> bool:
+    """Whether an op's results may be views of its arguments, by what it says of itself."""
     return any(one.alias_info is not None for one in op._schema.returns)
+
+
+def note_views(op: OpOverload, args: Sequence[Any], results: Any) -> bool:
+    """Note of an op's results, where they are views, what they are views of; returns whether they are.
+
+    Functionalization takes some for views that the op does not say are (``_unsafe_view``).
+    """
+    given = [one for one in args if isinstance(one, FunctionalTensor)]
+    several = results if isinstance(results, (tuple, list)) else (results,)
+    others = [one for one in several if isinstance(one, FunctionalTensor) and all(one is not arg for arg in given)]
+    views = bool(given and others) and (shares_memory(op) or not all(one.is_base_tensor() for one in others))
+    if views:
+        memory = known_of(given[0]).memory
+        memory.viewed = True
+        for one in others:
+            know(one, Known(memory, view=True))
+    return views
+
+
+def written_by(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Known]:
+    """What is known of the tensors that an op writes to."""
+    written: list[Known] = []
+    for i, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            tensors = value if isinstance(value, (tuple, list)) else (value,)
+            written += [known_of(one) for one in tensors if isinstance(one, FunctionalTensor)]
+    return written
