@@ -47,6 +47,8 @@ Node = torch.fx.Node
 
 _OF_OPS = {"val", "tensor_meta", "original_aten"}
 _OF_PLACES = {"seq_nr", "stack_trace", "is_gradient_acc", "autograd_backward"}
+_OTHER_MEMORY = {"aten::set_", "aten::resize_", "aten::resize_as_"}
+"""Ops by which a tensor lies elsewhere, or its memory is another."""
 
 
 class OverwrittenError(Exception):
@@ -166,12 +168,14 @@ class Forms:
     def _write(trace: Callable[[], Any], op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Trace an op that writes to some of its arguments."""
         written = written_by(op, args, kwargs)
-        if torch.Tag.inplace_view in op.tags or op.namespace != "aten" or any(one.memory.unknown for one in written):
+        others = op.namespace != "aten" or op._schema.name in _OTHER_MEMORY
+        if others or any(one.memory.unknown for one in written):
             raise OverwrittenError(str(op))
         results = trace()
         for one in written:
             one.node = None
-            one.memory.written, one.memory.lost = True, one.memory.viewed
+            one.memory.written = True
+            one.memory.lost = one.memory.viewed or torch.Tag.inplace_view in op.tags
         return results
 
     def _may_be_written(self, tensor: FunctionalTensor) -> bool:
