@@ -107,7 +107,7 @@ class EarlyForms:
             raise UnlikeError
         fakes = [inner(one) for one in several]
         forms = [(one, torch._to_functional_tensor(one), self._keys.lies(one)) for one in fakes]
-        return _Form(tuple(forms), kind, views, shares_memory(op))
+        return _Form(tuple(forms), kind, views, views and shares_memory(op))
 
     def _copy(self, form: _Form, mode: Any, op: OpOverload, types: Any, args: Any, kwargs: Any) -> Any:
         self.copied += 1
