@@ -60,8 +60,8 @@ def test_private_torch_lives_in_one_package() -> None:
 
 def test_all_private_names_of_torch_are_listed() -> None:
     """So that it is known, on a release that is not, which are gone."""
-    every = {**NAMES, **LATER_NAMES}
-    listed = {f"{place}.{name}".rstrip(".") for place, names in every.items() for name in names.split() or [""]}
+    every = [*NAMES.items(), *LATER_NAMES.items()]
+    listed = {f"{place}.{name}".rstrip(".") for place, names in every for name in names.split() or [""]}
     used = {name for text in SOURCES.values() for name in private_names(text) if not name.endswith("?")}
     used = {re.sub(r"^(torch\.ops\.aten)\.\w+\.\w+\.(_\w+).*", r"\1.add.Tensor.\2", name) for name in used}
     missing = {name for name in used if not any(one == name or one.startswith(f"{name}.") for one in listed)}

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_remat.capture._regions import inline_regions
 from lightning_remat.capture._tangents import Layouts
+from lightning_remat.capture._torch._alike import alike_ops
 from lightning_remat.capture._torch._decompositions import whole_ops
 from lightning_remat.capture._torch._descriptors import output_of
 from lightning_remat.capture._torch._exchange import Exchange
@@ -79,7 +80,7 @@ class Frame:
         waiting = [partition]  # to be let go of: it holds the step's inputs, and torch 2.11 keeps `partitioned`
 
         def partitioned(*args: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
-            modules = waiting[0](*args, **kwargs)
+            modules = waiting.pop()(*args, **kwargs)
             exchange.add(modules)
             exchange.summands = modules.summands
             backward: Any = _with_gradients_alone(modules.backward, exchange.summands)
@@ -109,8 +110,7 @@ class Frame:
             partition_fn=partitioned,
             decompositions=dict(self._parts),
         )
-        with self._settings():
-            compiled: Callable[..., Any] = backend(self.module, example_inputs)
+        compiled: Callable[..., Any] = self._traced(backend, example_inputs, lambda: not waiting)
         waiting.clear()
         TensorifyState.clear()  # the floats for which Dynamo began again are constants of what is now captured
         return compiled, exchange
@@ -142,10 +142,27 @@ class Frame:
                     stack.enter_context(around)
             stack.enter_context(tracing())
             stack.enter_context(_tangents_lie(layouts))
-            stack.enter_context(self._settings())
             with contextlib.suppress(_Traced):
-                backend(self.module, self._examples)
+                self._traced(backend, self._examples, lambda: bool(found))
         return found[0]
+
+    def _traced(self, backend: Callable[..., Any], inputs: Sequence[Any], handed_over: Callable[[], bool]) -> Any:
+        """What AOTAutograd makes of the module: ops that are alike are traced once, or each anew where that fails.
+
+        Args:
+            backend: AOTAutograd.
+            inputs: example arguments.
+            handed_over: tells whether it has handed over the joint graph: what fails then is another's, and is raised.
+        """
+        if not self._symbolic:
+            try:
+                with self._settings(), alike_ops():
+                    return backend(self.module, inputs)
+            except Exception:  # an op in place that comes late, or a torch in which something is otherwise
+                if handed_over():
+                    raise
+        with self._settings():
+            return backend(self.module, inputs)
 
     @contextlib.contextmanager
     def _settings(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch.fx
+from torch._dynamo import symbolic_convert
 from torch._dynamo import utils as dynamo_utils
 
 
@@ -19,10 +20,25 @@ def quiet_dynamo() -> Iterator[None]:
     logger, warn_once = logging.getLogger("torch._dynamo"), dynamo_utils.warn_once
     dynamo_utils.warn_once = lambda message, *_args, **_kwargs: logger.info("%s", message)
     try:
-        with silent_loggers():
+        with silent_loggers(), _unnamed_functions():
             yield
     finally:
         dynamo_utils.warn_once = warn_once
+
+
+@contextlib.contextmanager
+def _unnamed_functions() -> Iterator[None]:
+    """Dynamo does not read whole files for the names of the functions that its log of calls would give, were it shown."""
+    own = getattr(symbolic_convert, "get_funcname", None)
+    shown = any(one.isEnabledFor(logging.DEBUG) for one in _loggers("torch._dynamo"))
+    if own is None or shown:
+        yield
+        return
+    symbolic_convert.get_funcname = lambda *_: None  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        symbolic_convert.get_funcname = own  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

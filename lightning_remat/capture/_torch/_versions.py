@@ -100,11 +100,15 @@ NAMES = {
 """The private names of torch that are used, by the module or object that has them; ``add`` stands for any op."""
 
 LATER_NAMES = {
+    "torch": "_from_functional_tensor _functionalize_unsafe_set _to_functional_tensor",
+    "torch.Tensor": "_is_zerotensor",
+    "torch._dynamo.symbolic_convert": "get_funcname",
     "torch._inductor.async_compile": "AsyncCompile.wait",
     "torch._inductor.compile_fx": "compile_fx_inner",
     "torch._inductor.decomposition": "select_decomp_table",
 }
-"""Likewise, names that are imported where ops are fused, since that takes long: where they are gone, none are."""
+"""Likewise, names without which it goes on: ops are not fused then (these are imported there, since that takes long), or each
+is traced, those that come again as well, or Dynamo reads more files."""
 
 SHOWN = 4
 """The most missing names that a message gives."""

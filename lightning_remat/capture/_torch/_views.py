@@ -66,6 +66,8 @@ def written(node: Node) -> Sequence[Node]:
         return ()
     if not isinstance(node.target, OpOverload):
         return node.all_input_nodes
+    if not node.target._schema.is_mutable:
+        return ()
     given = dict(zip((one.name for one in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
     written = (
         one.name for one in node.target._schema.arguments if one.alias_info is not None and one.alias_info.is_write
