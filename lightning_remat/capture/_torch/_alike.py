@@ -231,8 +231,8 @@ class Forms:
             if type(tensor) is not FunctionalTensor:
                 raise UnlikeError
             node = self._node(tensor, tracer)
-            if node not in made:
-                raise UnlikeError
+            if node not in made or any(one is not None and one.node == made.index(node) for one in forms):
+                raise UnlikeError  # or one tensor twice, by which autograd goes
             fake = inner(tensor)
             forms.append(_ResultForm(made.index(node), fake, torch._to_functional_tensor(fake), known_of(tensor).lies))
         views = any(one is not None and known_of(one).view for one in (results if kind is not None else (results,)))
