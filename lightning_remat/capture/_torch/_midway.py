@@ -3,7 +3,7 @@
 A graph of Dynamo's sets what holds for the ops after it (``torch.no_grad``, ``torch.autocast``, ``torch.func.vmap``), and sets
 it back further on, which is not reached where an op in between fails.
 
-* ``pop_dynamic_layer_stack_and_undo_to_depth``, ``get_dynamic_layer_stack_depth``: the functions of ``torch.func`` that are open.
+* ``_functorch``: how many functions of ``torch.func`` are open, and what ends them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch._ops import OpOverload
 
 _SET_BACK = {
-    *("_set_grad_enabled", "_enter_autocast", "_exit_autocast"),
-    *("lazy_load_decompositions", "_vmap_increment_nesting", "_vmap_decrement_nesting"),
+    *("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_vmap_increment_nesting", "_vmap_decrement_nesting"),
+    *("lazy_load_decompositions", "_log_api_usage_once"),  # these set nothing that an op goes by
 }
 
 
@@ -28,8 +29,10 @@ def sets_more(module: torch.fx.GraphModule) -> bool:
 
 
 def _sets(node: torch.fx.Node) -> bool:
-    """Whether a call neither gives nor reads anything that Dynamo has an example of."""
-    return node.op == "call_function" and not any("example_value" in one.meta for one in (node, *node.all_input_nodes))
+    """Whether it is a call of something else than an op, which neither gives nor reads what Dynamo has an example of."""
+    if node.op != "call_function" or isinstance(node.target, OpOverload):
+        return False
+    return not any("example_value" in one.meta for one in (node, *node.all_input_nodes))
 
 
 def _name(node: torch.fx.Node) -> str:
@@ -43,7 +46,7 @@ def set_back(kinds: Sequence[str] = ("cpu", "cuda")) -> Iterator[None]:
     Args:
         kinds: types of devices that may have a region of autocast.
     """
-    functorch: Any = torch._C._functorch  # type: ignore[attr-defined]
+    functorch: Any = torch._C._functorch
     levels = functorch.get_dynamic_layer_stack_depth()
     gradients, cached, regions = torch.is_grad_enabled(), torch.is_autocast_cache_enabled(), _autocast_regions()
     autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds]
