@@ -188,7 +188,7 @@ class Forms:
             raise OverwrittenError(by)
         for one in written:
             one.node = one.lies = None
-            one.memory.written, one.memory.lost = True, one.memory.viewed
+            one.memory.written, one.memory.lost = True, one.memory.lost or one.memory.viewed
 
     def _may_be_written(self, tensor: FunctionalTensor) -> bool:
         """Whether functionalization must know of a tensor's views, as far as is known."""
