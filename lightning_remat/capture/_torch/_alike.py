@@ -7,6 +7,7 @@ copied the next: the nodes, in their place and with the names, modules and numbe
 runs as ever: which ops there are, and in which order, is not foreseen. The graph is the one that would have been traced.
 
 * ``FunctionalTensorMode.__torch_dispatch__``: what is called for each op, below autograd.
+* ``FunctionalTensor.replace_``: by which ops of a higher order write.
 * ``FunctionalTensor.elem``: what a tensor is to the modes below, which is made where it is asked for alone.
 """
 
@@ -164,19 +165,30 @@ class Forms:
             self._forms[key] = None
         return results
 
-    @staticmethod
-    def _write(trace: Callable[[], Any], op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _write(self, trace: Callable[[], Any], op: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Trace an op that writes to some of its arguments."""
         written = written_by(op, args, kwargs)
-        others = op.namespace != "aten" or op._schema.name in _OTHER_MEMORY
-        if others or any(one.memory.unknown for one in written):
+        if op.namespace != "aten" or op._schema.name in _OTHER_MEMORY:
             raise OverwrittenError(str(op))
+        self.note_written(written, str(op))
         results = trace()
+        self.note_written(written, str(op))  # in part it may be made of ops that read
         for one in written:
-            one.node = None
-            one.memory.written = True
-            one.memory.lost = one.memory.viewed or torch.Tag.inplace_view in op.tags
+            one.memory.lost = one.memory.lost or torch.Tag.inplace_view in op.tags
         return results
+
+    @staticmethod
+    def note_written(written: Sequence[Known], by: str) -> None:
+        """Note of tensors that they are written to.
+
+        Raises:
+            OverwrittenError: where not all views are known.
+        """
+        if any(one.memory.unknown for one in written):
+            raise OverwrittenError(by)
+        for one in written:
+            one.node = one.lies = None
+            one.memory.written, one.memory.lost = True, one.memory.lost or one.memory.viewed
 
     def _may_be_written(self, tensor: FunctionalTensor) -> bool:
         """Whether functionalization must know of a tensor's views, as far as is known."""
@@ -231,8 +243,8 @@ class Forms:
             if type(tensor) is not FunctionalTensor:
                 raise UnlikeError
             node = self._node(tensor, tracer)
-            if node not in made:
-                raise UnlikeError
+            if node not in made or any(one is not None and one.node == made.index(node) for one in forms):
+                raise UnlikeError  # or one tensor twice, by which autograd goes
             fake = inner(tensor)
             forms.append(_ResultForm(made.index(node), fake, torch._to_functional_tensor(fake), known_of(tensor).lies))
         views = any(one is not None and known_of(one).view for one in (results if kind is not None else (results,)))
@@ -334,11 +346,20 @@ def alike_ops() -> Iterator[Forms]:
         return forms.call(self, func, types, args, kwargs or {})
 
     functional: Any = FunctionalTensor
+    own_replace: Any = FunctionalTensor.replace_
+
+    def replace(self: Any, output: torch.Tensor) -> None:
+        known = known_of(self)
+        forms.note_written([known], "an op of a higher order")
+        forms.early.writes_to_views = forms.early.writes_to_views or known.memory.viewed
+        own_replace(self, output)
+
     assert not hasattr(functional, "elem"), "an attribute of each tensor"
     FunctionalTensorMode.__torch_dispatch__ = dispatch  # type: ignore[method-assign]
-    functional.elem = made_later()
+    functional.elem, functional.replace_ = made_later(), replace
     try:
         yield forms
     finally:
         FunctionalTensorMode.__torch_dispatch__ = own  # type: ignore[method-assign]
         del functional.elem
+        functional.replace_ = own_replace

@@ -201,7 +201,9 @@ def note_views(op: OpOverload, args: Sequence[Any], results: Any) -> bool:
         memory = known_of(given[0]).memory
         memory.viewed = True
         for one in others:
-            know(one, Known(memory, view=True))
+            known = known_of(one)  # of an op that this one is made of, maybe, which was copied
+            memory.unknown = memory.unknown or known.memory.unknown
+            known.memory, known.view = memory, True
     return views
 
 

@@ -34,6 +34,7 @@ from lightning_remat.capture._torch._exchange import Exchange
 from lightning_remat.capture._torch._fake import real_layouts, spaced_results
 from lightning_remat.capture._torch._floats import floats_stay
 from lightning_remat.capture._torch._loggers import unprinted
+from lightning_remat.capture._torch._midway import set_back, sets_more
 from lightning_remat.capture._torch._running import Modules, boxed, unwritten
 from lightning_remat.capture._torch._tracing import tracing
 
@@ -63,6 +64,7 @@ class Frame:
         inline_regions(module)
         self.module = module
         self._parts, self._symbolic, self._stays = parts, symbolic, stays
+        self._copies = not symbolic and not sets_more(module)
         placeholders = module.graph.find_nodes(op="placeholder")
         self._examples = [node.meta.get("example_value") for node in placeholders]  # Dynamo clears the nodes
         kinds = ("cpu", "cuda")
@@ -154,9 +156,9 @@ class Frame:
             inputs: example arguments.
             handed_over: tells whether it has handed over the joint graph: what fails then is another's, and is raised.
         """
-        if not self._symbolic:
+        if self._copies:
             try:
-                with self._settings(), alike_ops():
+                with self._settings(), set_back(), alike_ops():
                     return backend(self.module, inputs)
             except Exception:  # an op in place that comes late, or a torch in which something is otherwise
                 if handed_over():

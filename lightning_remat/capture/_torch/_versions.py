@@ -68,7 +68,8 @@ NAMES = {
     "torch._refs": "",
     "torch._subclasses.fake_tensor": "FakeTensor FakeTensorMode._dispatch_impl FakeTensorMode.cache_clear "
     "FakeTensorMode.dispatch",
-    "torch._subclasses.functional_tensor": "FunctionalTensor FunctionalTensorMode.__torch_dispatch__",
+    "torch._subclasses.functional_tensor": "FunctionalTensor FunctionalTensor.replace_ "
+    "FunctionalTensorMode.__torch_dispatch__",
     "torch._utils": "is_compiling",
     "torch.Tensor": "_backward_hooks _indices _is_view _post_accumulate_grad_hooks _values _version",
     "torch.UntypedStorage": "_cdata",
@@ -102,6 +103,7 @@ NAMES = {
 LATER_NAMES = {
     "torch": "_from_functional_tensor _functionalize_unsafe_set _to_functional_tensor",
     "torch.Tensor": "_is_zerotensor",
+    "torch._C": "_functorch",
     "torch._dynamo.symbolic_convert": "get_funcname",
     "torch._inductor.async_compile": "AsyncCompile.wait",
     "torch._inductor.compile_fx": "compile_fx_inner",
