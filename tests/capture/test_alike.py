@@ -62,8 +62,8 @@ def traces(copying: bool = True, planned: bool = False) -> Iterator[tuple[list[A
         return collected
 
     @contextlib.contextmanager
-    def watched() -> Iterator[None]:
-        with alike_ops() as own:
+    def watched(over: Callable[[], bool]) -> Iterator[None]:
+        with alike_ops(over) as own:
             forms.append(own)
             try:
                 yield
@@ -73,7 +73,7 @@ def traces(copying: bool = True, planned: bool = False) -> Iterator[tuple[list[A
 
     patch.setattr(_backend._Reading, "read", noted)
     patch.setattr(aot_autograd, "run_functionalized_fw_and_collect_metadata", collecting)
-    patch.setattr(_aot, "alike_ops", watched if copying else contextlib.nullcontext)
+    patch.setattr(_aot, "alike_ops", watched if copying else lambda _over: contextlib.nullcontext())
     try:
         yield graphs, forms, ends
     finally:
@@ -280,3 +280,18 @@ def test_what_another_thread_traces_is_left_alone() -> None:
         thread.start()
         thread.join()
     assert torch.equal(found[0], function(x)) and not (forms.copied or forms.traced or forms.early.copied)
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_what_is_traced_once_the_graph_is_there_is_left_alone(over: bool) -> None:
+    """Planning may trace too."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().t().sin().t().sin()
+
+    x = torch.randn(8, 8, requires_grad=True)
+    with alike_ops(lambda: over) as forms:
+        torch._dynamo.reset()  # type: ignore[no-untyped-call]
+        found = torch.compile(function, backend="aot_eager")(x)
+    assert torch.equal(found, function(x))
+    assert (forms.copied > 0) == (not over) and (forms.traced > 0) == (not over)

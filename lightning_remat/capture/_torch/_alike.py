@@ -332,8 +332,8 @@ def _made(node: Node, tracer: Any, like: FakeTensor) -> Any:
 
 
 @contextlib.contextmanager
-def alike_ops() -> Iterator[Forms]:
-    """While open, ops that come again in a trace are copied.
+def alike_ops(over: Callable[[], bool] = lambda: False) -> Iterator[Forms]:
+    """While open, ops that come again in a trace are copied, unless it is ``over``: what is traced then is another's.
 
     Tracing may end with `OverwrittenError` then.
     """
@@ -341,7 +341,7 @@ def alike_ops() -> Iterator[Forms]:
     forms = Forms(own)
 
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not isinstance(func, OpOverload):
+        if over() or not isinstance(func, OpOverload):
             return own(self, func, types, args, kwargs)
         return forms.call(self, func, types, args, kwargs or {})
 

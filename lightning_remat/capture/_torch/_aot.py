@@ -158,7 +158,7 @@ class Frame:
         """
         if self._copies:
             try:
-                with self._settings(), set_back(), alike_ops():
+                with self._settings(), set_back(), alike_ops(handed_over):
                     return backend(self.module, inputs)
             except Exception:  # an op in place that comes late, or a torch in which something is otherwise
                 if handed_over():
