@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,7 +38,16 @@ from benchmarks.gpu.part import (
     Settings,
     result,
 )
-from benchmarks.gpu.steps import Left, infeasible, largest_difference, left_by, not_captured, plan_facts
+from benchmarks.gpu.steps import (
+    Left,
+    cleared,
+    in_turns,
+    infeasible,
+    largest_difference,
+    left_by,
+    not_captured,
+    plan_facts,
+)
 from lightning_remat import InfeasibleBudgetError, Rematerialized, rematerialize
 from lightning_remat.measure import held_bytes, track_peak
 from lightning_remat.runtime._recordings import WARM_UP
@@ -134,7 +142,7 @@ class Trial:
         if way not in self.rows:
             self.rows[way] = self._row(way)
             torch._dynamo.reset()
-            self._empty()
+            self._cleared()
         return self.rows[way]
 
     def fastest_bytes(self) -> int:
@@ -154,8 +162,7 @@ class Trial:
         method = Method(OURS, way, functools.partial(self._ours, WAYS[way])) if ours else self.peers[way]
         module = copy.deepcopy(self.module) if method.family == CHECKPOINT else self.module
         fields: dict[str, Any] = {"description": self.workload.description, "nondeterministic": self.undetermined}
-        self._empty()
-        before = torch.cuda.memory_allocated(self.made.device) if self.made.device.type == "cuda" else 0
+        before = self._cleared()
         try:
             call = method.prepare(module, self.workload.blocks)
             began = time.perf_counter()
@@ -211,10 +218,8 @@ class Trial:
         """The most that a step, beside its old gradients, takes of the device above what was allocated before."""
         module.zero_grad(set_to_none=True)
         self.made.step(module, call)
-        gc.collect()
+        cleared(self.made.device)
         held, on_device = held_bytes([one.grad for one in module.parameters()]), self.made.device.type == "cuda"
-        if on_device:
-            torch.cuda.empty_cache()
         with track_peak(self.made.device) as peak:
             self.made.step(module, call)
         assert peak.peak_bytes is not None, peak.reason
@@ -225,28 +230,18 @@ class Trial:
 
     def _timed(self, module: nn.Module, call: Callable[..., torch.Tensor]) -> dict[str, float]:
         """Median seconds of a step, and of it the median share of an eager step's, which take turns."""
-        steps = {"eager": (self.module, self.module), "way": (module, call)}
-        found: dict[str, list[float]] = {name: [] for name in steps}
-        for number in range(UNTIMED + STEPS):
-            for name, (owner, one) in steps.items():
-                self._wait()
-                began = time.perf_counter()
-                self.made.step(owner, one)
-                self._wait()
-                if number >= UNTIMED:
-                    found[name].append(time.perf_counter() - began)
+        steps = {
+            "eager": lambda: self.made.step(self.module, self.module),
+            "way": lambda: self.made.step(module, call),
+        }
+        found = in_turns(steps, self.made.device, STEPS, UNTIMED)
         ratios = [one / eager for one, eager in zip(found["way"], found["eager"], strict=True)]
         return {"seconds": statistics.median(found["way"]), "of_eager": statistics.median(ratios)}
 
-    def _empty(self) -> None:
+    def _cleared(self) -> int:
+        """Bytes that are allocated on the device once gradients are gone, and nothing is cached."""
         self.module.zero_grad(set_to_none=True)
-        gc.collect()
-        if self.made.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def _wait(self) -> None:
-        if self.made.device.type == "cuda":
-            torch.cuda.synchronize(self.made.device)
+        return cleared(self.made.device)
 
 
 def table(results: Mapping[str, Result]) -> str:

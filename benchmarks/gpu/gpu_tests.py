@@ -71,8 +71,8 @@ def run(case: Mapping[str, Any], settings: Settings) -> Result:  # noqa: ARG001 
     code = pytest.main([*OPTIONS, case["node"]], plugins=[reports])
     if reports.failed:
         text = "\n".join(reports.failed)
-        last = next((line for line in reversed(text.splitlines()) if line.startswith("E ")), text[-200:])
-        return result(FAILED, error=last.removeprefix("E").strip()[:300], report=text[-LONGEST:])
+        first = next((line for line in text.splitlines() if line.startswith("E ")), text[-200:])
+        return result(FAILED, error=first.removeprefix("E").strip()[:300], report=text[-LONGEST:])
     if reports.skipped:
         return result(status=SKIPPED, reason="; ".join(reports.skipped)[:300])
     return result(status=OK) if reports.passed else result(FAILED, error=f"nothing ran: pytest ended with {code!r}")

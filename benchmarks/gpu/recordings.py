@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from benchmarks.gpu.bits import Precision, Training
 from benchmarks.gpu.markdown import mib, milliseconds, said
 from benchmarks.gpu.markdown import table as markdown_table
 from benchmarks.gpu.part import FAILED, MISMATCH, Case, Part, Result, Settings, result
-from benchmarks.gpu.steps import Left, left_by, not_captured
+from benchmarks.gpu.steps import Left, cleared, in_turns, left_by, not_captured
 from lightning_remat import InfeasibleBudgetError, rematerialize
 from lightning_remat.measure import track_peak
 from lightning_remat.runtime._recordings import WARM_UP
@@ -37,7 +36,7 @@ SIZES = {
 UNRECORDED = WARM_UP + 2
 """First steps, of which the last one is recorded."""
 
-STEPS = 20
+STEPS, UNTIMED = 20, 2
 TIME_LIMIT = 3.0
 WAYS: Mapping[str, dict[str, Any]] = {
     "eager": {},
@@ -64,7 +63,7 @@ def run(case: Mapping[str, Any], settings: Settings) -> Result:
     left: dict[str, Left] = {}
     errors = []
     for way, options in WAYS.items():
-        before = _allocated(made.device)
+        before = cleared(made.device)
         module = copy.deepcopy(workload.module)
         call = _planned(module, options, settings)
         try:
@@ -80,9 +79,9 @@ def run(case: Mapping[str, Any], settings: Settings) -> Result:
         rows[way]["reserved_bytes"] = _reserved_in_a_step(made, module, call) - before
         steps[way] = lambda module=module, call=call: made.step(module, call)  # type: ignore[misc]
     with alone():
-        timed = _timed(steps, made.device)
+        timed = in_turns(steps, made.device, STEPS, UNTIMED)
     for way, seconds in timed.items():
-        rows[way]["seconds"] = seconds
+        rows[way]["seconds"] = statistics.median(seconds)
         rows[way]["differing"] = left[way].differences(left["eager"])
     wrong = [MISMATCH] if any(row.get("differing") for row in rows.values()) else []
     fields = {"description": workload.description, "nondeterministic": undetermined, "rows": rows}
@@ -106,40 +105,12 @@ def _trained(made: Training, module: nn.Module, call: Callable[..., torch.Tensor
     return left_by(module, losses)
 
 
-def _allocated(device: torch.device) -> int:
-    """Bytes that are allocated on the device, of which none are cached; 0 on the CPU."""
-    gc.collect()
-    if device.type != "cuda":
-        return 0
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated(device)
-
-
 def _reserved_in_a_step(made: Training, module: nn.Module, call: Callable[..., torch.Tensor]) -> int:
     """The most that is reserved in one more step: of a recorded one that is what it takes, not what counts as allocated."""
-    _allocated(made.device)
+    cleared(made.device)
     with track_peak(made.device) as peak:
         made.step(module, call)
     return peak.reserved_bytes or 0
-
-
-def _timed(steps: Mapping[str, Callable[[], object]], device: torch.device) -> dict[str, float]:
-    """Median seconds of each way, whose steps take turns."""
-    found: dict[str, list[float]] = {way: [] for way in steps}
-    for number in range(STEPS + 2):
-        for way, step in steps.items():
-            _wait(device)
-            began = time.perf_counter()
-            step()
-            _wait(device)
-            if number >= 2:
-                found[way].append(time.perf_counter() - began)
-    return {way: statistics.median(seconds) for way, seconds in found.items()}
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def table(results: Mapping[str, Result]) -> str:

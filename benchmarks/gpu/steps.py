@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -138,3 +139,36 @@ def peaks(
     if device.type == "cuda":
         found |= {"measured_peak_bytes": peak.allocated_bytes, "reserved_peak_bytes": peak.reserved_bytes}
     return found
+
+
+def cleared(device: torch.device) -> int:
+    """Give up what nothing holds, and what is cached on the device; returns the bytes that are allocated there then.
+
+    0 on the CPU.
+    """
+    gc.collect()
+    if device.type != "cuda":
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(device)
+
+
+def in_turns(
+    steps: Mapping[str, Callable[[], object]], device: torch.device, rounds: int, untimed: int
+) -> dict[str, list[float]]:
+    """Seconds of each step in each of so many rounds, in which they take turns, after some that are not timed."""
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for number in range(untimed + rounds):
+        for name, step in steps.items():
+            _wait(device)
+            began = time.perf_counter()
+            step()
+            _wait(device)
+            if number >= untimed:
+                found[name].append(time.perf_counter() - began)
+    return found
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
