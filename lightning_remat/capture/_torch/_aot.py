@@ -2,7 +2,7 @@
 
 * ``aot_autograd`` with ``partition_fn``: it hands over the joint forward-backward graph, and runs what it gets back.
 * ``_inductor.config.fallback_random``: without it, AOTAutograd drops random ops whose result nobody reads; eager draws them.
-  ``fx.Node.is_impure``: what else it does not drop (see ``capture._effects``).
+  What else it does not drop is in ``_fast_nodes`` (see ``capture._effects``).
 * ``run_functionalized_fw_and_collect_metadata``: where it decides which layouts the tangents have (see
   `_tangents_lie`), and ``TracingContext``, where its notes on them are found (see ``_exchange``).
 """
@@ -32,6 +32,7 @@ from lightning_remat.capture._torch._decompositions import whole_ops
 from lightning_remat.capture._torch._descriptors import output_of
 from lightning_remat.capture._torch._exchange import Exchange
 from lightning_remat.capture._torch._fake import real_layouts, spaced_results
+from lightning_remat.capture._torch._fast_nodes import nodes_made_fast, unread_ops_stay
 from lightning_remat.capture._torch._floats import floats_stay
 from lightning_remat.capture._torch._loggers import unprinted
 from lightning_remat.capture._torch._midway import set_back, sets_more
@@ -178,7 +179,8 @@ class Frame:
             floats_stay(),
             real_layouts(),
             spaced_results(),
-            _unread_ops_stay(self._stays),
+            unread_ops_stay(self._stays),
+            nodes_made_fast(self._symbolic),
             unprinted(),
             functorch_config.patch(settings),
             inductor_config.patch(fallback_random=True),
@@ -224,18 +226,3 @@ def _with_gradients_alone(backward: torch.fx.GraphModule, summands: int) -> torc
     outputs: Any = graph.graph_copy(backward.graph, {})
     graph.output(tuple(outputs[: len(outputs) - summands]))
     return unwritten(backward, graph)
-
-
-@contextlib.contextmanager
-def _unread_ops_stay(stays: Callable[[Any], bool]) -> Iterator[None]:
-    """While open, ops for whose targets ``stays`` is true are not eliminated as dead code."""
-    own = torch.fx.Node.is_impure
-
-    def is_impure(node: torch.fx.Node, impure_random: bool = True) -> bool:
-        return own(node, impure_random) or (node.op == "call_function" and stays(node.target))
-
-    torch.fx.Node.is_impure = is_impure  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        torch.fx.Node.is_impure = own  # type: ignore[method-assign]
