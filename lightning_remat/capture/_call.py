@@ -29,14 +29,14 @@ class TensorSpec:
         """The spec of a real or fake tensor; ``size`` makes a number of each size and stride, which may be symbolic."""
         return cls(tuple(map(size, tensor.shape)), tuple(map(size, tensor.stride())), tensor.dtype, tensor.device)
 
-    @property
+    @functools.cached_property
     def span(self) -> int:
         """Elements of storage from the first to the last element, 0 for an empty tensor."""
         if 0 in self.shape:
             return 0
         return 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of ``span``."""
         return self.span * self.dtype.itemsize
@@ -45,13 +45,13 @@ class TensorSpec:
         """Bytes of the allocator's block for ``span`` on ``device``; 0 where the tensor lies on another device."""
         return block_bytes(self.nbytes, device.type) if same_device(self.device, device) else 0
 
-    @property
+    @functools.cached_property
     def whole(self) -> bool:
         """Whether ``span`` is as many elements as the tensor has: no gaps between them, and none expanded."""
         expanded = any(step == 0 and size > 1 for size, step in zip(self.shape, self.stride, strict=True))
         return self.span == math.prod(self.shape) and not expanded
 
-    @property
+    @functools.cached_property
     def contiguous(self) -> bool:
         """Whether the elements follow one another in memory, the last dimension's first."""
         expected = 1

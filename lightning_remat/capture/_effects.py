@@ -7,6 +7,7 @@ the backward as in eager mode; those for which `acts` is true are never run on m
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -85,9 +86,12 @@ def returns_numbers(node: Node) -> bool:
 
 def stays(target: Any) -> bool:
     """Whether an op may have an effect (any of the user's own may), and so must run though nobody reads its results."""
-    if isinstance(target, OpOverload):
-        return not target._schema.returns or target in _CHECKS or not _ops.repeats(target)
-    return target in FUNCTIONALIZED
+    return _may_act(target) if isinstance(target, OpOverload) else target in FUNCTIONALIZED
+
+
+@functools.cache
+def _may_act(target: OpOverload) -> bool:
+    return not target._schema.returns or target in _CHECKS or not _ops.repeats(target)
 
 
 def run_in_backward(graph: torch.fx.Graph) -> set[Node]:

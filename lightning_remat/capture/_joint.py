@@ -278,9 +278,10 @@ class _Reader:
 
     def _op(self, node: Node, phase: Phase) -> tuple[Op, OpCall | None]:
         target = node.target
-        if isinstance(target, HigherOrderOperator) and not _effects.has_effects(node):
+        effects = _effects.has_effects(node)
+        if isinstance(target, HigherOrderOperator) and not effects:
             raise CaptureError(f"{node.name} is the higher-order operator {target}, which cannot be scheduled")
-        if _effects.returns_numbers(node):
+        if effects and _effects.returns_numbers(node):
             raise CaptureError(
                 f"{node.name} calls {target}, which returns a number: it is not known before that has run"
             )
@@ -308,11 +309,10 @@ class _Reader:
                     outputs.append(self.tensor(getter, item, name, on=lies, role=TensorRole.INTERMEDIATE))
             for user in duplicates:
                 self.node_tensor[user] = self.node_tensor[items[user.args[1]]]
-        random = _effects.keeps_its_place(node)
-        made = sum(self.storages_anywhere[s] for s in {self.tensor_list[t].storage for t in outputs})
+        random = effects or _effects.keeps_its_place(node)
         # To draw again takes the generator's state from the first time: not worth it for a small result.
-        not_worth_it = random and made < WORTH_DRAWING_AGAIN
-        once = node.meta.get("remat_once") or not_worth_it or _effects.has_effects(node) or _gives_read_statistics(node)
+        not_worth_it = random and self._made_anywhere(outputs) < WORTH_DRAWING_AGAIN
+        once = node.meta.get("remat_once") or not_worth_it or effects or _gives_read_statistics(node)
         op = Op(
             name=node.name,
             target=target_name(target),
@@ -327,6 +327,10 @@ class _Reader:
         free = on is not None or not outputs or node.meta.get("remat_handed_over") or _effects.acts(node)
         return op, None if free else self.calls.of(node)
 
+    def _made_anywhere(self, outputs: Sequence[int]) -> int:
+        """Bytes of the storages that these tensors lie on, at sizes that equal no others."""
+        return sum(self.storages_anywhere[s] for s in {self.tensor_list[t].storage for t in outputs})
+
     def _storage_of(self, node: Node) -> int:
         return self.tensor_list[self.node_tensor[node]].storage
 
@@ -336,6 +340,8 @@ class _Reader:
         Inputs of the graph are not among them, since they are the caller's, and a result that the graph returns takes
         none: it must not lie on memory that the graph has made for another tensor.
         """
+        if not _overwriting.has_form(node.target):
+            return ()
         value, made = node.meta.get("val"), node
         if isinstance(value, (tuple, list)):
             items = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]
@@ -365,7 +371,7 @@ class _Reader:
         """Whether both have the same shape and strides, and fill the storage without gaps, at these sizes and any."""
         for specs, storages in ((self.specs, self.storages), (self.specs_anywhere, self.storages_anywhere)):
             spec = specs.of(made)
-            if not (spec.whole and storages[storage] == spec.nbytes and specs.of(given) == spec):
+            if not (spec.whole and storages[storage] == spec.nbytes and specs.of(given) is spec):
                 return False
         return True
 

@@ -27,10 +27,11 @@ class Specs:
 
     def of(self, tensor: torch.Tensor) -> TensorSpec:
         """The spec of a real or fake tensor."""
-        if id(tensor) not in self._found:
+        found = self._found.get(id(tensor))
+        if found is None:
             spec = TensorSpec.of(tensor, self._sizes)
-            self._found[id(tensor)] = tensor, self._alike.setdefault(spec, spec)
-        return self._found[id(tensor)][1]
+            found = self._found[id(tensor)] = tensor, self._alike.setdefault(spec, spec)
+        return found[1]
 
 
 class NodeCalls:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Sequence
@@ -87,12 +88,24 @@ def module_path(node: Node) -> str:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""
-    path, _kind = list(stack.values())[-1]
-    path = _ROOT.sub("", str(path))
-    path = _INDEX.sub(r".\1", path).replace("._modules.", ".").removeprefix("_modules.")
-    return path.strip(".")
+    path, _kind = next(reversed(stack.values()))
+    return _plain_path(str(path))
+
+
+@functools.lru_cache(maxsize=4096)
+def _plain_path(path: str) -> str:
+    """A module's path without the name of what holds all, and without brackets."""
+    path = _INDEX.sub(r".\1", _ROOT.sub("", path))
+    return path.replace("._modules.", ".").removeprefix("_modules.").strip(".")
 
 
 def target_name(target: Any) -> str:
     """What an op is called: ``"aten.mm.default"``, or a function's name."""
-    return str(target) if isinstance(target, internals.OpOverload) else getattr(target, "__name__", str(target))
+    if isinstance(target, internals.OpOverload):
+        return _operator_name(target)
+    return getattr(target, "__name__", str(target))
+
+
+@functools.cache
+def _operator_name(target: internals.OpOverload) -> str:
+    return str(target)

@@ -34,10 +34,13 @@ _PADDED = {
 
 def is_view(target: Any) -> bool:
     """Whether every tensor that the op returns lies on its first input's storage."""
+    return isinstance(target, OpOverload) and _is_view(target)
+
+
+@functools.cache
+def _is_view(target: OpOverload) -> bool:
     if target in _UNDECLARED_VIEWS:
         return True
-    if not isinstance(target, OpOverload):
-        return False
     returns = target._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
@@ -66,9 +69,12 @@ def is_elementwise(target: Any) -> bool:
 
 def is_random(target: Any) -> bool:
     """Whether the op draws random numbers."""
-    return target is dropout_mask or (
-        isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
-    )
+    return target is dropout_mask or (isinstance(target, OpOverload) and _is_seeded(target))
+
+
+@functools.cache
+def _is_seeded(target: OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in target.tags
 
 
 _KNOWN = ("aten", "prims", "torchvision")

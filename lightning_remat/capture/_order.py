@@ -35,12 +35,14 @@ def execution_order(
     stack = [n for n in (*forward_outputs, *backward_outputs) if isinstance(n, Node)]
     in_order = [n for n in graph.nodes if _effects.keeps_its_place(n)]
     stack += in_order
+    drivers = set(in_order)
     later = _effects.run_in_backward(graph)
     forward_needs: set[Node] = set()
     depends: set[Node] = set(tangents)
     for node in graph.nodes:
         if node.op == "call_function" and any(source in depends for source in node.all_input_nodes):
             depends.add(node)
+    drivers |= depends
     while stack:
         node = stack.pop()
         if node not in needed:
@@ -62,7 +64,7 @@ def execution_order(
     order = [(n, Phase.LOSS if i > last_module else Phase.FORWARD) for i, n in enumerate(forward)]
     placed = set(forward)
     for driver in body:
-        if driver not in depends and not _effects.keeps_its_place(driver):
+        if driver not in drivers:
             continue
         stack = [driver]
         while stack:

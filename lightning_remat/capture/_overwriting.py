@@ -62,6 +62,16 @@ def overwriting(target: Any, position: int, device: str = "cpu") -> Form | None:
     return None
 
 
+def has_form(target: Any) -> bool:
+    """Whether the op may have a form that overwrites an input: ``overwriting`` returns ``None`` for any other."""
+    return not isinstance(target, OpOverload) or _may_write(target)
+
+
+@functools.cache
+def _may_write(target: OpOverload) -> bool:
+    return target in _ROWWISE or is_elementwise(target)
+
+
 @functools.cache
 def _written_to(target: OpOverload, first: bool) -> Form | None:
     if target is aten.mul.Scalar:  # `mul_` changes the order of the two, and rounds the number to half precision first
