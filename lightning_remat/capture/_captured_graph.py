@@ -133,6 +133,8 @@ class CapturedGraph:
         graph = self.graph
         given = {graph.tensors[t].storage for t in graph.inputs}
         kept = {storage: nbytes for storage, nbytes in real_bytes.items() if storage not in given}
+        if not kept:
+            return dataclasses.replace(self, real_bytes=kept)
         storages = tuple(kept.get(i, nbytes) for i, nbytes in enumerate(graph.storages))
         return dataclasses.replace(self, graph=graph.replace(storages=storages), real_bytes=kept)
 

@@ -116,10 +116,10 @@ class ComputationGraph:
     @cached_property
     def is_view(self) -> tuple[bool, ...]:
         """Whether each op is a view: all outputs lie on its inputs' storages, and it is neither mutating nor random."""
-        flags = []
+        flags, lies_on = [], [tensor.storage for tensor in self.tensors]
         for op in self.ops:
-            read = {self.tensors[t].storage for t in op.inputs}
-            on_inputs = all(self.tensors[t].storage in read for t in op.outputs)
+            read = {lies_on[t] for t in op.inputs}
+            on_inputs = all(lies_on[t] in read for t in op.outputs)
             flags.append(bool(op.outputs) and on_inputs and not op.mutates and not op.random)
         return tuple(flags)
 
@@ -148,11 +148,11 @@ class ComputationGraph:
         spaces = list(workspace_bytes) if workspace_bytes is not None else [op.workspace_bytes for op in self.ops]
         if len(times) != len(self.ops) or len(spaces) != len(self.ops):
             raise GraphError(f"{len(self.ops)} ops, but {len(times)} times and {len(spaces)} workspaces were given")
-        ops = tuple(
-            dataclasses.replace(op, seconds=s, workspace_bytes=w)
-            for op, s, w in zip(self.ops, times, spaces, strict=True)
-        )
-        return self.replace(ops=ops)
+        made = copy.copy(self)  # with what is derived of the ops: nothing of it goes by costs
+        vars(made)["ops"] = tuple(op.costing(s, w) for op, s, w in zip(self.ops, times, spaces, strict=True))
+        for op in made.ops:
+            _check_cost(op)
+        return made
 
     # -- files and views ----------------------------------------------------------------------------------------------
 
@@ -308,6 +308,7 @@ def _check(graph: ComputationGraph) -> None:
     """Raise `GraphError` at the first broken rule."""
     _check_resident(graph)
     tensor_count, storage_count = len(graph.tensors), len(graph.storages)
+    lies_on = [tensor.storage for tensor in graph.tensors]
     for index, nbytes in enumerate(graph.storages):
         if not isinstance(nbytes, int):
             raise GraphError(f"storage {index} has {nbytes!r} bytes: a whole number is needed")
@@ -335,8 +336,7 @@ def _check(graph: ComputationGraph) -> None:
         if op.name in op_names:
             raise GraphError(f"two ops are named {op.name}")
         op_names.add(op.name)
-        if not op.seconds >= 0 or op.workspace_bytes < 0:
-            raise GraphError(f"op {op.name} has a negative cost: {op.seconds} s, {op.workspace_bytes} bytes")
+        _check_cost(op)
         for t in (*op.inputs, *op.outputs):
             if not 0 <= t < tensor_count:
                 raise GraphError(f"op {op.name} names tensor {t}, of {tensor_count}")
@@ -350,13 +350,14 @@ def _check(graph: ComputationGraph) -> None:
                 )
         if not set(op.mutates) <= set(op.inputs):
             raise GraphError(f"op {op.name} mutates a tensor that it does not read")
-        read = {graph.tensors[t].storage for t in op.inputs}
-        _check_overwritable(graph, op)
+        read = {lies_on[t] for t in op.inputs}
+        if op.overwritable:
+            _check_overwritable(graph, op)
         fresh = set()
         for t in op.outputs:
             if t in known:
                 raise GraphError(f"tensor {graph.tensors[t].name} is produced twice")
-            storage = graph.tensors[t].storage
+            storage = lies_on[t]
             if storage in written and storage not in read:
                 raise GraphError(f"op {op.name} writes {graph.tensors[t].name} on a storage that it does not read")
             fresh.add(storage)
@@ -371,10 +372,13 @@ def _check(graph: ComputationGraph) -> None:
             raise GraphError(f"tensor {tensor.name} is neither an input nor produced by an op")
 
 
+def _check_cost(op: Op) -> None:
+    if not op.seconds >= 0 or op.workspace_bytes < 0:
+        raise GraphError(f"op {op.name} has a negative cost: {op.seconds} s, {op.workspace_bytes} bytes")
+
+
 def _check_overwritable(graph: ComputationGraph, op: Op) -> None:
     """An op's first result may take the storage of an input of its size, which the op reads through that one tensor only."""
-    if not op.overwritable:
-        return
     if not set(op.overwritable) <= set(op.inputs):
         raise GraphError(f"op {op.name} may overwrite a tensor that it does not read")
     storages = [graph.tensors[t].storage for t in op.inputs]

@@ -257,7 +257,7 @@ class Problem(PlainProblem):
 
     def __init__(self, graph: ComputationGraph) -> None:
         self.graph = graph
-        held = graph.input_storages
+        held, lies_on, is_view = graph.input_storages, [tensor.storage for tensor in graph.tensors], graph.is_view
         value_of: dict[int, int] = {}  # storage -> value
         self.nbytes: list[int] = []
         self.producer: list[int] = []
@@ -279,23 +279,23 @@ class Problem(PlainProblem):
         self.reads: list[tuple[int, ...]] = []
         self.writes: list[tuple[int, ...]] = []
         for index, op in enumerate(graph.ops):
-            if graph.is_view[index]:
+            if is_view[index]:
                 continue
             node = len(self.ops)
             self.ops.append(index)
-            read = [graph.tensors[t].storage for t in op.inputs]
-            self.reads.append(tuple(dict.fromkeys(value_of[s] for s in read if s not in held)))
-            fresh = dict.fromkeys(graph.tensors[t].storage for t in op.outputs)
-            self.writes.append(tuple(value(s, node) for s in fresh if s not in value_of and s not in held))
+            read = [value_of[s] for t in op.inputs if (s := lies_on[t]) not in held]
+            self.reads.append(tuple(dict.fromkeys(read)))
+            fresh = dict.fromkeys([lies_on[t] for t in op.outputs])
+            self.writes.append(tuple([value(s, node) for s in fresh if s not in value_of and s not in held]))
+        ops = [graph.ops[i] for i in self.ops]
         self.overwrites: list[tuple[int, ...]] = [
-            tuple(value_of[s] for s in (graph.tensors[t].storage for t in graph.ops[i].overwritable) if s not in held)
-            for i in self.ops
+            tuple([value_of[s] for t in op.overwritable if (s := lies_on[t]) not in held]) for op in ops
         ]
-        self.seconds = [graph.ops[i].seconds for i in self.ops]
-        self.workspace = [graph.ops[i].workspace_bytes for i in self.ops]
-        self.random = [graph.ops[i].random for i in self.ops]
-        self.recomputable = [graph.ops[i].recomputable and not graph.ops[i].mutates for i in self.ops]
-        self.is_backward = [graph.ops[i].phase is Phase.BACKWARD for i in self.ops]
+        self.seconds = [op.seconds for op in ops]
+        self.workspace = [op.workspace_bytes for op in ops]
+        self.random = [op.random for op in ops]
+        self.recomputable = [op.recomputable and not op.mutates for op in ops]
+        self.is_backward = [op.phase is Phase.BACKWARD for op in ops]
         self.boundary = self.is_backward.count(False)
         self.base_bytes = graph.input_bytes + graph.resident_bytes
         self.forward_extra_bytes = graph.forward_resident_bytes
