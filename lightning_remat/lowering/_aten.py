@@ -126,7 +126,7 @@ def _is_size(key: Key) -> bool:
 
 def _name(captured: CapturedGraph, key: Key) -> str:
     if isinstance(key, Node):
-        return f"saved_{key.name}" if key not in captured.primals else key.name
+        return key.name if key.op == "placeholder" else f"saved_{key.name}"
     return f"saved_{key[0]}_{captured.graph.ops[key[1]].name}"
 
 

@@ -8,11 +8,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.fx
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _HOMES = (torch._C._VariableFunctions, torch._C.TensorBase, torch._C._nn)
@@ -21,26 +23,47 @@ _known: dict[Any, Callable[..., Any]] = {}
 """By op and kinds of arguments, what calls it."""
 
 
-def quickest(node: torch.fx.Node) -> Callable[..., Any]:
+class Calling(Protocol):
+    """A node of a graph, or what stands for one: what it calls, with what, and what is known of the result."""
+
+    @property
+    def target(self) -> Any: ...
+    @property
+    def args(self) -> Any: ...
+    @property
+    def kwargs(self) -> Any: ...
+    @property
+    def meta(self) -> Any: ...
+
+
+def quickest(node: Calling) -> Callable[..., Any]:
     """What to call for a node whose target is an operator: with the node's arguments, it does what the operator does."""
-    op: Any = node.target
-    name = op._schema.name.partition("::")[2]
-    functions = [getattr(home, name) for home in _HOMES if hasattr(home, name)] if op.namespace == "aten" else []
-    if not functions or any("val" not in source.meta for source in node.all_input_nodes):
+    op = node.target
+    functions = _functions(op)
+    if not functions:
         return op._op  # type: ignore[no-any-return]
-    key = op, _kind(node.args), _kind(node.kwargs)
+    try:
+        key = op, _kind(node.args), _kind(node.kwargs)
+    except KeyError:  # a tensor of which nothing is known
+        return op._op  # type: ignore[no-any-return]
     if key not in _known:
         with torch.no_grad():
-            args, kwargs = torch.fx.node.map_arg((node.args, dict(node.kwargs)), _example)
+            args, kwargs = _examples(tuple(node.args)), _examples(dict(node.kwargs))
             own = _arrived(op._op, args, kwargs)
             same = (one for one in functions if own is not None and _alike(own, _arrived(one, args, kwargs)))
             _known[key] = next(same, op._op)
     return _known[key]
 
 
+@functools.cache
+def _functions(op: OpOverload) -> tuple[Callable[..., Any], ...]:
+    name = op._schema.name.partition("::")[2]
+    return tuple(getattr(home, name) for home in _HOMES if hasattr(home, name)) if op.namespace == "aten" else ()
+
+
 def _kind(value: Any) -> Any:
     """What decides how an argument is parsed: of a tensor dtype and whether it has dimensions, of a constant its value."""
-    if isinstance(value, torch.fx.Node):
+    if hasattr(value, "meta"):
         value = value.meta["val"]
         return (value.dtype, value.dim() > 0) if isinstance(value, torch.Tensor) else type(value)
     if isinstance(value, dict):
@@ -50,12 +73,18 @@ def _kind(value: Any) -> Any:
     return type(value), str(value)
 
 
-def _example(node: torch.fx.Node) -> Any:
-    """A value of a node's kind: a tensor without memory, or a number."""
-    value = node.meta["val"]
-    if isinstance(value, torch.Tensor):
-        return torch.empty((1,) * min(1, value.dim()), dtype=value.dtype, device="meta")
-    return 1 if isinstance(value, int | torch.SymInt) else value
+def _examples(value: Any) -> Any:
+    """Arguments with values of their kinds in the place of nodes: tensors without memory, or numbers."""
+    if hasattr(value, "meta"):
+        value = value.meta["val"]
+        if isinstance(value, torch.Tensor):
+            return torch.empty((1,) * min(1, value.dim()), dtype=value.dtype, device="meta")
+        return 1 if isinstance(value, int | torch.SymInt) else value
+    if isinstance(value, dict):
+        return {name: _examples(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_examples, value))
+    return value
 
 
 class _Arrived(BaseException):

@@ -1,27 +1,22 @@
 """How a lowered module runs: as a function of one list, which it clears, or node by node where someone observes it.
 
-``_BoxedCodeGen`` writes such a function's code, and ``_LazyGraphModule`` none before someone asks for it.
+``_LazyGraphModule`` writes no code before someone asks for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.fx
-from torch._ops import OpOverload
 from torch.fx._lazy_graph_module import _LazyGraphModule
-from torch.fx.graph import _BoxedCodeGen
 
 from lightning_remat.capture._tangents import Layout
-from lightning_remat.capture._torch._bindings import quickest
+from lightning_remat.capture._torch._lines import code_of
 from lightning_remat.capture._torch._views import fewer_views
-
-_OPERATOR = re.compile(r"\btorch\.ops\.(\w+\.\w+\.\w+)(?=\()")
 
 
 def unwritten(root: torch.fx.GraphModule, graph: torch.fx.Graph) -> torch.fx.GraphModule:
@@ -31,19 +26,8 @@ def unwritten(root: torch.fx.GraphModule, graph: torch.fx.Graph) -> torch.fx.Gra
 
 def boxed(module: torch.fx.GraphModule) -> Callable[[list[Any]], Any]:
     """The module as a function of one list, which it clears, so that nothing outside keeps its arguments alive."""
-    graph, codegen = fewer_views(module.graph), cast(Any, _BoxedCodeGen)  # without types before torch 2.12
-    graph.set_codegen(codegen())
-    code = graph.python_code("self")
-    names = dict(code.globals)
-    calls = (node for node in graph.nodes if isinstance(node.target, OpOverload))  # one in the code for each
-
-    def directly(match: re.Match[str]) -> str:
-        node, name = next(calls), f"call_{len(names)}"
-        assert match[1] == str(node.target), f"{match[1]} is called where {node.target} was expected"
-        names[name] = quickest(node)
-        return name
-
-    exec(_OPERATOR.sub(directly, code.src), names)
+    code, names = code_of(fewer_views(module.graph))
+    exec(code, names)
     forward = names["forward"]
 
     def run(args: list[Any]) -> Any:

@@ -80,7 +80,6 @@ NAMES = {
     "torch.distributed.distributed_c10d": "_get_default_store",
     "torch.fx._lazy_graph_module": "_LazyGraphModule",
     "torch.fx.experimental._config": "patch use_duck_shape",
-    "torch.fx.graph": "_BoxedCodeGen",
     "torch.ops.aten": "_adaptive_avg_pool2d_backward.default _adaptive_avg_pool3d_backward.default _assert_async.msg "
     "_batch_norm_with_update.default _batch_norm_with_update_functional.default _functional_assert_async.msg "
     "_functional_assert_scalar.default _functional_sym_constrain_range.default "

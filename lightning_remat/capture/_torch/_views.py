@@ -14,6 +14,8 @@ import torch
 import torch.fx
 from torch._ops import OpOverload
 
+from lightning_remat.capture._torch._lines import Line
+
 aten = torch.ops.aten
 Node = torch.fx.Node
 
@@ -22,23 +24,29 @@ _TURNED = (aten.t.default, aten.transpose.int)
 _VIEWS = (*_SHAPED, *_TURNED, aten.alias.default, aten.expand.default, aten.unsqueeze.default, aten.permute.default)
 
 
-def fewer_views(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """A copy of a graph of ops without the views that change nothing, are there already, or are in between.
+def fewer_views(graph: torch.fx.Graph) -> list[Line]:
+    """The lines of a graph of ops without the views that change nothing, are there already, or are in between.
 
     The graph's results, and what an op writes to, stay tensors of their own. No storage is held for longer.
     """
     own = {*graph.output_node().all_input_nodes, *itertools.chain.from_iterable(map(written, graph.nodes))}
-    copy, made, views = torch.fx.Graph(), dict[Node, Node](), dict[Any, Node]()
+    lines, made, views = list[Line](), dict[Node, Line](), dict[Any, Line]()
+
+    def copied(node: Node) -> Line:
+        line = Line.of(node, made.__getitem__)
+        lines.append(line)
+        return line
+
     for node in graph.nodes:
         if node.target not in _VIEWS:
-            made[node] = copy.node_copy(node, made.__getitem__)
+            made[node] = copied(node)
             continue
-        source: Any = made[node.args[0]]
+        source: Line = made[node.args[0]]
         while node.target in _SHAPED and source.target in _SHAPED and _straight(source.args[0]) and _straight(node):
             source = source.args[0]
         key = node.target, source, str(node.args[1:])
         if node in own:
-            made[node] = _view_of(source, copy.node_copy(node, made.__getitem__))
+            made[node] = _view_of(source, copied(node))
         elif node.target is aten.alias.default or _layout(source) == _layout(node) is not None:
             made[node] = source
         elif node.target in _TURNED and source.target is node.target and source.args[1:] == node.args[1:]:
@@ -46,17 +54,19 @@ def fewer_views(graph: torch.fx.Graph) -> torch.fx.Graph:
         elif key in views:
             made[node] = views[key]
         else:
-            views[key] = made[node] = _view_of(source, copy.node_copy(node, made.__getitem__))
+            views[key] = made[node] = _view_of(source, copied(node))
             if node.target is aten._unsafe_view.default:
                 made[node].target = aten.view.default
-    for node in reversed(copy.nodes):
-        if node.target in _VIEWS and not node.users:
-            copy.erase_node(node)
-    return copy
+    read, kept = set[Line](), list[Line]()
+    for line in reversed(lines):
+        if line in read or line.target not in _VIEWS:
+            kept.append(line)
+            read.update(line.all_input_nodes)
+    return kept[::-1]
 
 
-def _view_of(source: Node, view: Node) -> Node:
-    view.update_arg(0, source)
+def _view_of(source: Line, view: Line) -> Line:
+    view.args = (source, *view.args[1:])
     return view
 
 
@@ -81,7 +91,7 @@ def hands_back(node: Any) -> bool:
     return any(one.alias_info is not None and one.alias_info.is_write for one in returns)
 
 
-def _layout(node: Node) -> tuple[list[int], list[int], int, torch.dtype] | None:
+def _layout(node: Node | Line) -> tuple[list[int], list[int], int, torch.dtype] | None:
     """Shape, strides, offset and dtype of a tensor; ``None`` where they are not all known."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
@@ -92,7 +102,7 @@ def _layout(node: Node) -> tuple[list[int], list[int], int, torch.dtype] | None:
     return list(value.shape), list(value.stride()), int(value.storage_offset()), value.dtype
 
 
-def _straight(node: Node) -> bool:
+def _straight(node: Node | Line) -> bool:
     """Whether a tensor lies row by row, without gaps: then all its views that only reshape it do."""
     layout = _layout(node)
     if layout is None or 0 in layout[0]:
