@@ -62,8 +62,8 @@ def traces(copying: bool = True, planned: bool = False) -> Iterator[tuple[list[A
         return collected
 
     @contextlib.contextmanager
-    def watched(over: Callable[[], bool]) -> Iterator[None]:
-        with alike_ops(over) as own:
+    def watched(over: Callable[[], bool], parts: Any) -> Iterator[None]:
+        with alike_ops(over, parts) as own:
             forms.append(own)
             try:
                 yield
@@ -73,7 +73,7 @@ def traces(copying: bool = True, planned: bool = False) -> Iterator[tuple[list[A
 
     patch.setattr(_backend._Reading, "read", noted)
     patch.setattr(aot_autograd, "run_functionalized_fw_and_collect_metadata", collecting)
-    patch.setattr(_aot, "alike_ops", watched if copying else lambda _over: contextlib.nullcontext())
+    patch.setattr(_aot, "alike_ops", watched if copying else lambda _over, _parts: contextlib.nullcontext())
     try:
         yield graphs, forms, ends
     finally:

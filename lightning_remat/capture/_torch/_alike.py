@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ Node = torch.fx.Node
 
 _OF_OPS = {"val", "tensor_meta", "original_aten"}
 _OF_PLACES = {"seq_nr", "stack_trace", "is_gradient_acc", "autograd_backward"}
+_DEVICE = torch.ops.prim.device.default
 _OTHER_MEMORY = {"aten::set_", "aten::resize_", "aten::resize_as_"}
 """Ops by which a tensor lies elsewhere, or its memory is another."""
 
@@ -119,10 +120,15 @@ class Forms:
         traced: how many ops were traced.
         copied: how many were copied.
         early: likewise for the run before the trace.
+
+    Args:
+        own: what makes an op's results where they are not copied.
+        parts: see `alike_ops`.
     """
 
-    def __init__(self, own: Callable[..., Any]) -> None:
+    def __init__(self, own: Callable[..., Any], parts: Container[OpOverload] = ()) -> None:
         self.traced = self.copied = 0
+        self._parts = parts
         self._own, self._thread, self._tracer = own, threading.get_ident(), None
         self._keys, self._forms = Keys(), dict[Any, _OpForm | None]()
         self.early = EarlyForms(self._keys, own)
@@ -135,6 +141,8 @@ class Forms:
         """
         proxies = proxy_tensor.get_proxy_mode()
         tracer: Any = proxies.tracer if proxies is not None else None
+        if op is _DEVICE and type(args[0]) is FakeTensor and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device
         trace = functools.partial(self._own, mode, op, types, args, kwargs)
         if threading.get_ident() == self._thread:
             self._tracer = tracer or self._tracer
@@ -223,7 +231,8 @@ class Forms:
         """What came of an op: the nodes after ``last``.
 
         Raises:
-            UnlikeError: where it is not a node of the op, with others for its results, made of the arguments alone.
+            UnlikeError: where it is not a node of the op, with others for its results, or what one of the ``parts`` is
+                made of, all of it made of the arguments alone.
         """
         made: list[Node] = []
         while last.next.op != "root":
@@ -232,7 +241,8 @@ class Forms:
         places = {node: _Place(i) for i, node in enumerate(read)}
         places.update({node: _Place(-1 - i) for i, node in enumerate(made)})
         targets = [node.target for node in made]
-        if not made or targets[0] is not op or any(target is not operator.getitem for target in targets[1:]):
+        alone = targets[:1] == [op] and all(target is operator.getitem for target in targets[1:])
+        if not made or not (alone or op in self._parts):
             raise UnlikeError
         kind = type(results) if isinstance(results, (tuple, list)) else None
         forms: list[_ResultForm | None] = []
@@ -265,7 +275,8 @@ class Forms:
         try:
             for one in form.nodes:
                 filled = tuple([_filled(part, read, made) for part in one.args])
-                node = tracer.create_node("call_function", one.target, filled, one.kwargs, one.name)
+                # What a tracer's own `create_node` adds is none of what such a node has (see `_node_form`).
+                node = torch.fx.Tracer.create_node(tracer, "call_function", one.target, filled, one.kwargs, one.name)
                 node.meta.update(one.meta)
                 made.append(node)
         finally:
@@ -325,20 +336,21 @@ def _filled(value: Any, read: list[Node], made: list[Node]) -> Any:
 
 def _made(node: Node, tracer: Any, like: FakeTensor) -> Any:
     """What the result of an op that was copied is to the modes below."""
-    with torch._C._AutoDispatchBelowAutograd():
-        fake: Any = proxy_tensor.snapshot_fake(like)
-    proxy_tensor.track_tensor(fake, torch.fx.Proxy(node, tracer), constant=None, tracer=tracer)
+    with torch._C.DisableTorchFunction():  # by which the tracer would be told of each look at the tensor
+        with torch._C._AutoDispatchBelowAutograd():
+            fake: Any = proxy_tensor.snapshot_fake(like)
+        proxy_tensor.track_tensor(fake, torch.fx.Proxy(node, tracer), constant=None, tracer=tracer)
     return torch._to_functional_tensor(fake)
 
 
 @contextlib.contextmanager
-def alike_ops(over: Callable[[], bool] = lambda: False) -> Iterator[Forms]:
+def alike_ops(over: Callable[[], bool] = lambda: False, parts: Container[OpOverload] = ()) -> Iterator[Forms]:
     """While open, ops that come again in a trace are copied, unless it is ``over``: what is traced then is another's.
 
-    Tracing may end with `OverwrittenError` then.
+    ``parts`` are ops that are traced as the ops that they are made of. Tracing may end with `OverwrittenError` then.
     """
     own: Any = FunctionalTensorMode.__torch_dispatch__
-    forms = Forms(own)
+    forms = Forms(own, parts)
 
     def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if over() or not isinstance(func, OpOverload):

@@ -143,6 +143,6 @@ def _elem(results: Callable[[], Any], place: int | None) -> torch.Tensor:
 
 
 def _fresh(like: FakeTensor) -> torch.Tensor:
-    with torch._C._AutoDispatchBelowAutograd():
+    with torch._C.DisableTorchFunction(), torch._C._AutoDispatchBelowAutograd():
         fake: Any = proxy_tensor.snapshot_fake(like)
     return torch._to_functional_tensor(fake)
