@@ -3,6 +3,7 @@
 * ``aot_autograd`` with ``partition_fn``: it hands over the joint forward-backward graph, and runs what it gets back.
 * ``_inductor.config.fallback_random``: without it, AOTAutograd drops random ops whose result nobody reads; eager draws them.
   What else it does not drop is in ``_fast_nodes`` (see ``capture._effects``).
+* ``_functorch.config``: what it does besides (see `Frame`), and its look at each op of a first run (see `_unwatched`).
 * ``run_functionalized_fw_and_collect_metadata``: where it decides which layouts the tangents have (see
   `_tangents_lie`), and ``TracingContext``, where its notes on them are found (see ``_exchange``).
 """
@@ -81,11 +82,13 @@ class Frame:
         """
         exchange = Exchange()
         waiting = [partition]  # to be let go of: it holds the step's inputs, and torch 2.11 keeps `partitioned`
+        unknown = [False]
 
         def partitioned(*args: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
             modules = waiting.pop()(*args, **kwargs)
             exchange.add(modules)
             exchange.summands = modules.summands
+            unknown[0] = any(_is_of_others(node.target) for node in modules.forward.graph.nodes)
             backward: Any = _with_gradients_alone(modules.backward, exchange.summands)
             backward.__deepcopy__ = lambda _memo: backward  # AOTAutograd copies what `compiler` makes nothing of
             return modules.forward, backward
@@ -116,7 +119,7 @@ class Frame:
         compiled: Callable[..., Any] = self._traced(backend, example_inputs, lambda: not waiting)
         waiting.clear()
         TensorifyState.clear()  # the floats for which Dynamo began again are constants of what is now captured
-        return compiled, exchange
+        return compiled if unknown[0] else _unwatched(compiled), exchange
 
     def joint(self, layouts: Layouts, read: Callable[..., Any]) -> Any:
         """Trace the joint graph for tangents with these layouts, compile nothing, and return what ``read`` makes of it.
@@ -159,7 +162,7 @@ class Frame:
         """
         if self._copies:
             try:
-                with self._settings(), set_back(), alike_ops(handed_over):
+                with self._settings(), set_back(), alike_ops(handed_over, self._parts):
                     return backend(self.module, inputs)
             except Exception:  # an op in place that comes late, or a torch in which something is otherwise
                 if handed_over():
@@ -186,6 +189,28 @@ class Frame:
             inductor_config.patch(fallback_random=True),
         ):
             yield
+
+
+_OF_TORCH = ("aten", "prim", "prims", "lightning_remat")
+
+
+def _is_of_others(target: Any) -> bool:
+    """Whether it is an operator of whose results AOTAutograd looks whether they are views, as the operator may not say."""
+    return isinstance(target, OpOverload) and target.namespace not in _OF_TORCH
+
+
+def _unwatched(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs it without AOTAutograd's look at each op of the first run, which is for operators that are none of torch's."""
+    first = [True]
+
+    def run(*args: Any) -> Any:
+        if not first:
+            return compiled(*args)
+        first.clear()
+        with functorch_config.patch(check_custom_op_aliasing=False):
+            return compiled(*args)
+
+    return run
 
 
 class _Traced(BaseException):
