@@ -56,9 +56,9 @@ def _(condition: torch.Tensor, message: str) -> None:
 def acts(node: Node) -> bool:
     """Whether an op is called for its effect, or overwrites an argument: it runs in the step only, and is not timed."""
     target: Any = node.target
-    if node.meta.get("remat_acts") or target in FUNCTIONALIZED:
+    if node.meta.get("remat_acts"):
         return True
-    return isinstance(target, OpOverload) and (not target._schema.returns or target in _CHECKS)
+    return _gives_nothing(target) if isinstance(target, OpOverload) else target in FUNCTIONALIZED
 
 
 def tells(node: Node) -> bool:
@@ -91,7 +91,12 @@ def stays(target: Any) -> bool:
 
 @functools.cache
 def _may_act(target: OpOverload) -> bool:
-    return not target._schema.returns or target in _CHECKS or not _ops.repeats(target)
+    return _gives_nothing(target) or not _ops.repeats(target)
+
+
+@functools.cache
+def _gives_nothing(target: OpOverload) -> bool:
+    return not target._schema.returns or target in _CHECKS
 
 
 def run_in_backward(graph: torch.fx.Graph) -> set[Node]:

@@ -297,7 +297,8 @@ class _Writer:
         elif over >= 0:
             target, kwargs = self._overwriting(node, over, kwargs)
         made = self.graph.call_function(target, args, kwargs)
-        made.meta = {key: value for key, value in node.meta.items() if key != "from_node"}
+        made.meta = dict(node.meta)
+        made.meta.pop("from_node", None)
         if isinstance(node.meta.get("val"), torch.Tensor):
             self._bind(op.outputs[0], made)
             return
@@ -319,6 +320,8 @@ class _Writer:
 
     def _updates(self, op: Op) -> dict[int, Node]:
         """The outputs that are written over a primal, and that primal."""
+        if not self.captured.updated:
+            return {}
         found = {
             t: self.captured.updated.get(node) for t in op.outputs if (node := self.captured.tensors[t]) is not None
         }

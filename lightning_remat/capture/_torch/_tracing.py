@@ -21,7 +21,7 @@ from lightning_remat.capture._torch._handlers import as_in_eager_mode
 from lightning_remat.capture._torch._loggers import logging_calls, quiet_dynamo
 
 _COLLECTED_OUTSIDE: list[bool] = []
-_SELDOM = 100_000
+_SELDOM = 500_000
 """Objects that are made, and not let go of, between two runs of the garbage collector (Python: 700)."""
 
 

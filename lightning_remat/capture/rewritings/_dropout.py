@@ -22,6 +22,7 @@ aten = torch.ops.aten
 def split_dropout(graph: torch.fx.Graph) -> None:
     """Make mask, noise and product of each dropout that drops on the CPU."""
     symbols = symbols_among(graph)
+    alike: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not aten.native_dropout.default:
             continue
@@ -29,7 +30,10 @@ def split_dropout(graph: torch.fx.Graph) -> None:
         value = x.meta["val"]
         if value.device.type != "cpu" or train is False:
             continue
-        layout = torch.empty_like(value, dtype=torch.bool)
+        if id(value) not in alike:  # many a node has the same
+            layout = torch.empty_like(value, dtype=torch.bool)
+            alike[id(value)] = value, layout, torch.empty_like(layout, dtype=value.dtype)
+        _, layout, dense = alike[id(value)]
         scale = _ops.dropout_scale(p, value.dtype)
         with graph.inserting_before(node):
             shape, stride = (
@@ -41,7 +45,7 @@ def split_dropout(graph: torch.fx.Graph) -> None:
         for new in (mask, noise, product):
             new.meta = {key: item for key, item in node.meta.items() if key not in ("val", "tensor_meta")}
         mask.meta["val"], product.meta["val"] = layout, node.meta["val"][0]
-        noise.meta["val"] = torch.empty_like(layout, dtype=value.dtype)
+        noise.meta["val"] = dense
         for use in list(node.users):
             use.replace_all_uses_with(product if use.args[1] == 0 else mask)
             graph.erase_node(use)

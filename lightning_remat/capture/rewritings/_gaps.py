@@ -18,11 +18,16 @@ from lightning_remat.capture._sizes import size_node, symbols_among
 def leave_gaps(graph: torch.fx.Graph) -> None:
     """Have each op whose result has gaps write it to memory of that shape and those strides (`spaced`)."""
     symbols = symbols_among(graph)
+    whole: dict[int, bool] = {}  # nodes hold their values
     for node in list(graph.nodes):
         value = node.meta.get("val")
         if node.op != "call_function" or not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             continue
-        if _ops.is_view(node.target) or TensorSpec.of(value, internals.hint).whole:
+        if _ops.is_view(node.target):
+            continue
+        if id(value) not in whole:
+            whole[id(value)] = TensorSpec.of(value, internals.hint).whole
+        if whole[id(value)]:
             continue
         form = _overwriting.overwriting(node.target, -1, value.device.type)
         if node.target is torch.ops.aten.clone.default:
