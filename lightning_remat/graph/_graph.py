@@ -16,10 +16,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_remat.errors import GraphError
 from lightning_remat.graph._op import Op, Phase, Tensor, TensorRole
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 FORMAT = "lightning_remat.graph"
 FORMAT_VERSION = 1
+
+
+_Made = TypeVar("_Made")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +126,16 @@ class ComputationGraph:
             flags.append(bool(op.outputs) and on_inputs and not op.mutates and not op.random)
         return tuple(flags)
 
+    @cached_property
+    def _derived(self) -> dict[Callable[[ComputationGraph], Any], Any]:
+        return {}
+
+    def derived(self, make: Callable[[ComputationGraph], _Made]) -> _Made:
+        """What ``make`` makes of ops, tensors and storages, made once: for the graph, and copies with other `_BESIDE_OPS`."""
+        if make not in self._derived:
+            self._derived[make] = make(self)
+        return self._derived[make]  # type: ignore[no-any-return]
+
     @property
     def boundary(self) -> int:
         """Number of forward and loss ops: where the backward begins in the captured order."""
@@ -148,7 +161,8 @@ class ComputationGraph:
         spaces = list(workspace_bytes) if workspace_bytes is not None else [op.workspace_bytes for op in self.ops]
         if len(times) != len(self.ops) or len(spaces) != len(self.ops):
             raise GraphError(f"{len(self.ops)} ops, but {len(times)} times and {len(spaces)} workspaces were given")
-        made = copy.copy(self)  # with what is derived of the ops: nothing of it goes by costs
+        made = copy.copy(self)  # with its properties, of which none goes by costs
+        vars(made).pop("_derived", None)
         vars(made)["ops"] = tuple(op.costing(s, w) for op, s, w in zip(self.ops, times, spaces, strict=True))
         for op in made.ops:
             _check_cost(op)
@@ -333,36 +347,36 @@ def _check(graph: ComputationGraph) -> None:
     written = {graph.tensors[t].storage for t in known}
     op_names: set[str] = set()
     for op in graph.ops:
+        inputs, outputs = op.inputs, op.outputs
         if op.name in op_names:
             raise GraphError(f"two ops are named {op.name}")
         op_names.add(op.name)
         _check_cost(op)
-        for t in (*op.inputs, *op.outputs):
-            if not 0 <= t < tensor_count:
-                raise GraphError(f"op {op.name} names tensor {t}, of {tensor_count}")
-        if len(set(op.inputs)) != len(op.inputs) or len(set(op.outputs)) != len(op.outputs):
+        if not known.issuperset(inputs):
+            _check_range(graph, op)
+            t = next(t for t in inputs if t not in known)
+            raise GraphError(
+                f"op {op.name} reads {graph.tensors[t].name} before it is produced: the ops must be in a topological "
+                "order and without cycles"
+            )
+        if any(len(one) > 1 and len(set(one)) != len(one) for one in (inputs, outputs)):
             raise GraphError(f"op {op.name} names a tensor twice")
-        for t in op.inputs:
-            if t not in known:
-                raise GraphError(
-                    f"op {op.name} reads {graph.tensors[t].name} before it is produced: the ops must be in a topological "
-                    "order and without cycles"
-                )
-        if not set(op.mutates) <= set(op.inputs):
+        if op.mutates and not set(op.mutates) <= set(inputs):
             raise GraphError(f"op {op.name} mutates a tensor that it does not read")
-        read = {lies_on[t] for t in op.inputs}
         if op.overwritable:
             _check_overwritable(graph, op)
-        fresh = set()
-        for t in op.outputs:
+        fresh = []
+        for t in outputs:
+            if not 0 <= t < tensor_count:
+                _check_range(graph, op)
             if t in known:
                 raise GraphError(f"tensor {graph.tensors[t].name} is produced twice")
             storage = lies_on[t]
-            if storage in written and storage not in read:
+            if storage in written and all(lies_on[one] != storage for one in inputs):
                 raise GraphError(f"op {op.name} writes {graph.tensors[t].name} on a storage that it does not read")
-            fresh.add(storage)
+            fresh.append(storage)
             known.add(t)
-        written |= fresh
+        written.update(fresh)
     for group in ("forward_outputs", "forward_transient", "backward_outputs"):
         for t in getattr(graph, group):
             if t not in known:
@@ -370,6 +384,12 @@ def _check(graph: ComputationGraph) -> None:
     for index, tensor in enumerate(graph.tensors):
         if index not in known:
             raise GraphError(f"tensor {tensor.name} is neither an input nor produced by an op")
+
+
+def _check_range(graph: ComputationGraph, op: Op) -> None:
+    for t in (*op.inputs, *op.outputs):
+        if not 0 <= t < len(graph.tensors):
+            raise GraphError(f"op {op.name} names tensor {t}, of {len(graph.tensors)}")
 
 
 def _check_cost(op: Op) -> None:

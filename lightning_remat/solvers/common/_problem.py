@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 from lightning_remat.errors import GraphError
 from lightning_remat.graph import ComputationGraph, Phase, TensorRole
@@ -256,7 +257,13 @@ class Problem(PlainProblem):
     """
 
     def __init__(self, graph: ComputationGraph) -> None:
+        vars(self).update(graph.derived(_contracted))
         self.graph = graph
+        self.base_bytes = graph.input_bytes + graph.resident_bytes
+        self.forward_extra_bytes = graph.forward_resident_bytes
+
+    def _contract(self, graph: ComputationGraph) -> None:
+        """Find all that goes by the ops, tensors and storages of the graph."""
         held, lies_on, is_view = graph.input_storages, [tensor.storage for tensor in graph.tensors], graph.is_view
         value_of: dict[int, int] = {}  # storage -> value
         self.nbytes: list[int] = []
@@ -297,9 +304,7 @@ class Problem(PlainProblem):
         self.recomputable = [op.recomputable and not op.mutates for op in ops]
         self.is_backward = [op.phase is Phase.BACKWARD for op in ops]
         self.boundary = self.is_backward.count(False)
-        self.base_bytes = graph.input_bytes + graph.resident_bytes
-        self.forward_extra_bytes = graph.forward_resident_bytes
-        self._pin_mutated()
+        self._pin_mutated(graph)
 
         def values_of(tensors: Sequence[int]) -> tuple[int, ...]:
             return tuple(
@@ -313,11 +318,11 @@ class Problem(PlainProblem):
         self.finals = values_of(graph.backward_outputs)
         for v in (*self.forward_outputs, *self.forward_transient):
             if self.producer[v] >= self.boundary or self.producer[v] < 0:
-                raise GraphError(f"forward output {self.value_name(v)} is produced in the backward")
+                name = next(t.name for t in graph.tensors if t.storage == self.storage[v])
+                raise GraphError(f"forward output {name} is produced in the backward")
 
-    def _pin_mutated(self) -> None:
+    def _pin_mutated(self, graph: ComputationGraph) -> None:
         """Ops that touch a storage that is overwritten in place run once: the value before is gone afterwards."""
-        graph = self.graph
         mutated = {graph.tensors[t].storage for op in graph.ops for t in op.mutates}
         if mutated:
             for node, index in enumerate(self.ops):
@@ -440,3 +445,10 @@ class Problem(PlainProblem):
         ends = {*graph.backward_outputs, *graph.inputs}
         give_up([t for t in sorted(present) if t not in ends])
         return Schedule(tuple(steps), boundary)
+
+
+def _contracted(graph: ComputationGraph) -> dict[str, Any]:
+    """The attributes of a graph's problem that do not go by what lies beside its ops; nothing changes them later."""
+    made = object.__new__(Problem)
+    made._contract(graph)
+    return vars(made)
