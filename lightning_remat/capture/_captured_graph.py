@@ -106,7 +106,7 @@ class CapturedGraph:
         earlier = self._order or tuple(range(len(self.nodes)))
         return dataclasses.replace(
             self,
-            graph=self.graph.replace(ops=tuple(self.graph.ops[i] for i in order)),
+            graph=self.graph.in_order(order),
             nodes=tuple(self.nodes[i] for i in order),
             calls=tuple(self.calls[i] for i in order),
             _order=tuple(earlier[i] for i in order),

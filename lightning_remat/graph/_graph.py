@@ -16,12 +16,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_remat.errors import GraphError
+from lightning_remat.graph import _checks
 from lightning_remat.graph._op import Op, Phase, Tensor, TensorRole
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class ComputationGraph:
     device: str = ""
 
     def __post_init__(self) -> None:
-        _check(self)
+        _checks.check(self)
 
     # -- derived, computed once ---------------------------------------------------------------------------------------
 
@@ -152,7 +153,24 @@ class ComputationGraph:
             return dataclasses.replace(self, **changes)
         made = copy.copy(self)
         vars(made).update(changes)
-        _check_resident(made)
+        _checks.resident(made)
+        return made
+
+    def in_order(self, order: Sequence[int]) -> ComputationGraph:
+        """A copy with the ops in another order, given as indices into the present one.
+
+        What else is checked of a graph holds in each order in which nothing is read before it is produced: of the ops that
+        write on a storage, one does not read it, and the others come after that one.
+
+        Raises:
+            GraphError: where an op is missing or comes twice, or something is read too early.
+        """
+        if sorted(order) != list(range(len(self.ops))):
+            raise GraphError(f"the order of {len(self.ops)} ops must name each of them once")
+        made = object.__new__(type(self))
+        vars(made).update({field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        vars(made)["ops"] = tuple(self.ops[i] for i in order)
+        _checks.order(made)
         return made
 
     def with_costs(self, seconds: Iterable[float], workspace_bytes: Iterable[int] | None = None) -> ComputationGraph:
@@ -165,7 +183,7 @@ class ComputationGraph:
         vars(made).pop("_derived", None)
         vars(made)["ops"] = tuple(op.costing(s, w) for op, s, w in zip(self.ops, times, spaces, strict=True))
         for op in made.ops:
-            _check_cost(op)
+            _checks.cost(op)
         return made
 
     # -- files and views ----------------------------------------------------------------------------------------------
@@ -232,6 +250,30 @@ class ComputationGraph:
                     "mutates": list(o.mutates),
                     "overwritable": list(o.overwritable),
                     "module": o.module,
+                }
+                for o in self.ops
+            ],
+        }
+
+    def structure(self) -> dict[str, Any]:
+        """What `to_dict` gives, as plain data too, without what only people read: names, modules, shapes, the device."""
+        groups = ("storages", "inputs", "forward_outputs", "forward_transient", "backward_outputs")
+        return {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            **{name: getattr(self, name) for name in ("resident_bytes", "forward_resident_bytes", *groups)},
+            "tensors": [{"storage": t.storage, "role": t.role.value} for t in self.tensors],
+            "ops": [
+                {
+                    "inputs": o.inputs,
+                    "outputs": o.outputs,
+                    "phase": o.phase.value,
+                    "seconds": o.seconds,
+                    "workspace_bytes": o.workspace_bytes,
+                    "random": o.random,
+                    "recomputable": o.recomputable,
+                    "mutates": o.mutates,
+                    "overwritable": o.overwritable,
                 }
                 for o in self.ops
             ],
@@ -311,104 +353,3 @@ class ComputationGraph:
 
 _BESIDE_OPS = {"resident_bytes", "forward_resident_bytes", "name", "device"}
 """Fields on which nothing depends that is checked or derived of the others."""
-
-
-def _check_resident(graph: ComputationGraph) -> None:
-    if graph.resident_bytes < 0 or graph.forward_resident_bytes < 0:
-        raise GraphError("resident bytes cannot be negative")
-
-
-def _check(graph: ComputationGraph) -> None:
-    """Raise `GraphError` at the first broken rule."""
-    _check_resident(graph)
-    tensor_count, storage_count = len(graph.tensors), len(graph.storages)
-    lies_on = [tensor.storage for tensor in graph.tensors]
-    for index, nbytes in enumerate(graph.storages):
-        if not isinstance(nbytes, int):
-            raise GraphError(f"storage {index} has {nbytes!r} bytes: a whole number is needed")
-        if nbytes < 0:
-            raise GraphError(f"storage {index} has a negative size: {nbytes} bytes")
-    phases = [op.phase is Phase.BACKWARD for op in graph.ops]
-    if phases != sorted(phases):
-        late = graph.ops[len(phases) - 1 - phases[::-1].index(False)]
-        raise GraphError(f"forward op {late.name} lies after a backward op: list forward and loss ops first")
-    names: set[str] = set()
-    for tensor in graph.tensors:
-        if not 0 <= tensor.storage < storage_count:
-            raise GraphError(f"tensor {tensor.name} lies on storage {tensor.storage}, of {storage_count}")
-        if tensor.name in names:
-            raise GraphError(f"two tensors are named {tensor.name}")
-        names.add(tensor.name)
-    for group in ("inputs", "forward_outputs", "forward_transient", "backward_outputs"):
-        for t in getattr(graph, group):
-            if not 0 <= t < tensor_count:
-                raise GraphError(f"{group} names tensor {t}, of {tensor_count}")
-    known = set(graph.inputs)
-    written = {graph.tensors[t].storage for t in known}
-    op_names: set[str] = set()
-    for op in graph.ops:
-        inputs, outputs = op.inputs, op.outputs
-        if op.name in op_names:
-            raise GraphError(f"two ops are named {op.name}")
-        op_names.add(op.name)
-        _check_cost(op)
-        if not known.issuperset(inputs):
-            _check_range(graph, op)
-            t = next(t for t in inputs if t not in known)
-            raise GraphError(
-                f"op {op.name} reads {graph.tensors[t].name} before it is produced: the ops must be in a topological "
-                "order and without cycles"
-            )
-        if any(len(one) > 1 and len(set(one)) != len(one) for one in (inputs, outputs)):
-            raise GraphError(f"op {op.name} names a tensor twice")
-        if op.mutates and not set(op.mutates) <= set(inputs):
-            raise GraphError(f"op {op.name} mutates a tensor that it does not read")
-        if op.overwritable:
-            _check_overwritable(graph, op)
-        fresh = []
-        for t in outputs:
-            if not 0 <= t < tensor_count:
-                _check_range(graph, op)
-            if t in known:
-                raise GraphError(f"tensor {graph.tensors[t].name} is produced twice")
-            storage = lies_on[t]
-            if storage in written and all(lies_on[one] != storage for one in inputs):
-                raise GraphError(f"op {op.name} writes {graph.tensors[t].name} on a storage that it does not read")
-            fresh.append(storage)
-            known.add(t)
-        written.update(fresh)
-    for group in ("forward_outputs", "forward_transient", "backward_outputs"):
-        for t in getattr(graph, group):
-            if t not in known:
-                raise GraphError(f"{group} names {graph.tensors[t].name}, which nothing produces")
-    for index, tensor in enumerate(graph.tensors):
-        if index not in known:
-            raise GraphError(f"tensor {tensor.name} is neither an input nor produced by an op")
-
-
-def _check_range(graph: ComputationGraph, op: Op) -> None:
-    for t in (*op.inputs, *op.outputs):
-        if not 0 <= t < len(graph.tensors):
-            raise GraphError(f"op {op.name} names tensor {t}, of {len(graph.tensors)}")
-
-
-def _check_cost(op: Op) -> None:
-    if not op.seconds >= 0 or op.workspace_bytes < 0:
-        raise GraphError(f"op {op.name} has a negative cost: {op.seconds} s, {op.workspace_bytes} bytes")
-
-
-def _check_overwritable(graph: ComputationGraph, op: Op) -> None:
-    """An op's first result may take the storage of an input of its size, which the op reads through that one tensor only."""
-    if not set(op.overwritable) <= set(op.inputs):
-        raise GraphError(f"op {op.name} may overwrite a tensor that it does not read")
-    storages = [graph.tensors[t].storage for t in op.inputs]
-    own = [graph.tensors[t].storage for t in op.outputs]
-    if not own or own[0] in storages or own.count(own[0]) != 1:
-        raise GraphError(f"op {op.name} may overwrite an input: its first output must lie on a storage of its own")
-    for t in op.overwritable:
-        storage = graph.tensors[t].storage
-        if graph.storages[storage] != graph.storages[own[0]] or storages.count(storage) != 1:
-            raise GraphError(
-                f"op {op.name} may not overwrite {graph.tensors[t].name}: its storage must have the size of the output's, "
-                "and no other input may lie on it"
-            )

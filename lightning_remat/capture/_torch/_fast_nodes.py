@@ -1,12 +1,14 @@
 """Nodes are made, and asked for effects, without what takes longer than the making.
 
 * ``fx.graph.pytree``: by its ``tree_iter`` each new node's arguments are searched for symbolic numbers, of which it is warned.
+* ``fx.graph._snake_case``: makes a node's name of what it calls, letter by letter.
 * ``fx.Node.is_impure``: whether an op's node may be dropped, for which the op's schema, tags and effects are looked up.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,20 +22,18 @@ from torch.utils import _pytree
 
 @contextlib.contextmanager
 def nodes_made_fast(symbolic: bool) -> Iterator[None]:
-    """While open, no new node's arguments are searched, unless some may be ``symbolic``."""
+    """While open, names are made once, and no new node's arguments are searched, unless some may be ``symbolic``."""
     home: Any = torch.fx.graph
-    own = home.__dict__.get("pytree")
-    if symbolic or own is not _pytree:
-        yield
-        return
-    stand_in: Any = types.ModuleType(own.__name__)
-    stand_in.__dict__.update(vars(own))
-    stand_in.tree_iter = lambda *_args, **_kwargs: iter(())
-    home.pytree = stand_in
+    own = {name: vars(home)[name] for name in ("pytree", "_snake_case") if name in vars(home)}
+    if "_snake_case" in own:
+        home._snake_case = functools.cache(own["_snake_case"])
+    if own.get("pytree") is _pytree and not symbolic:
+        home.pytree = types.ModuleType("pytree")
+        vars(home.pytree).update(vars(_pytree), tree_iter=lambda *_args, **_kwargs: iter(()))
     try:
         yield
     finally:
-        home.pytree = own
+        vars(home).update(own)
 
 
 @contextlib.contextmanager

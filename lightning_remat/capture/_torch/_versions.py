@@ -22,7 +22,8 @@ RELEASES = ("2.11", "2.12", "2.13", "2.14", "2.15")
 NAMES = {
     "torch": "_assert _assert_async",
     "torch._C": "DispatchKey.Autograd DispatchKey.CPU DispatchKey.CompositeImplicitAutograd DispatchKeySet "
-    "TensorBase _AutoDispatchBelowAutograd _FunctionBase _VariableFunctions _accelerator_setAllocatorSettings "
+    "DisableTorchFunction TensorBase _AutoDispatchBelowAutograd _FunctionBase _VariableFunctions "
+    "_accelerator_setAllocatorSettings "
     "_autograd._get_current_graph_task_keep_graph _autograd._get_sequence_nr "
     "_autograd._saved_tensors_hooks_set_tracing _current_autograd_node _current_graph_task_id "
     "_dispatch_has_kernel_for_dispatch_key _nn _storage_Use_Count _will_engine_execute_node",
