@@ -55,9 +55,11 @@ def _(condition: torch.Tensor, message: str) -> None:
 
 def acts(node: Node) -> bool:
     """Whether an op is called for its effect, or overwrites an argument: it runs in the step only, and is not timed."""
-    target: Any = node.target
-    if node.meta.get("remat_acts"):
-        return True
+    return bool(node.meta.get("remat_acts")) or calls_to_act(node.target)
+
+
+def calls_to_act(target: Any) -> bool:
+    """Whether ops that call it are for their effect, or overwrite an argument."""
     return _gives_nothing(target) if isinstance(target, OpOverload) else target in FUNCTIONALIZED
 
 

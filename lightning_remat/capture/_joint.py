@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
@@ -11,9 +12,10 @@ import torch
 import torch.fx
 
 from lightning_remat._blocks import block_bytes
-from lightning_remat.capture import _effects, _ops, _overwriting, _scatters
+from lightning_remat.capture import _effects, _ops, _overwriting
 from lightning_remat.capture._call import OpCall, same_device
 from lightning_remat.capture._captured_graph import CapturedGraph
+from lightning_remat.capture._kinds import Kinds
 from lightning_remat.capture._node_calls import NodeCalls, Specs
 from lightning_remat.capture._nodes import (
     copy_of,
@@ -24,12 +26,10 @@ from lightning_remat.capture._nodes import (
     primal_arguments,
     primals_and_tangents,
     producer,
-    target_name,
 )
 from lightning_remat.capture._order import execution_order
 from lightning_remat.capture._sizes import Sizes, Symbol, symbols_among, symbols_of, unlike_any
 from lightning_remat.capture._torch import (
-    HigherOrderOperator,
     hint,
     is_parameter,
     overwritten,
@@ -161,7 +161,7 @@ class _Reader:
         self.any_sizes = unlike_any(symbols)
         self.specs_anywhere = Specs(self.any_sizes) if symbols else self.specs
         self.symbols_seen: set[Symbol] = set()
-        self.calls = NodeCalls(sizes, self.specs)
+        self.calls, self.kinds = NodeCalls(sizes, self.specs), Kinds()
 
     def tensor(
         self, node: Node | None, value: torch.Tensor, name: str, *, on: int | None = None, role: TensorRole
@@ -253,11 +253,12 @@ class _Reader:
 
     def _main_device(self) -> torch.device:
         """Where most of the step's bytes are."""
+        found = [self.specs.of(node.meta["val"]) for node in self.tensor_nodes if node is not None]
+        alike = {id(spec): spec for spec in found}
         totals: dict[torch.device, int] = {}
-        for node in self.tensor_nodes:
-            if node is not None:
-                spec = self.specs.of(node.meta["val"])
-                totals[spec.device] = totals.get(spec.device, 0) + spec.nbytes
+        for key, count in collections.Counter(map(id, found)).items():
+            device = alike[key].device
+            totals[device] = totals.get(device, 0) + count * alike[key].nbytes
         return max(totals, key=lambda device: totals[device]) if totals else torch.device("cpu")
 
     def _role(self, index: int) -> TensorRole:
@@ -278,25 +279,26 @@ class _Reader:
 
     def _op(self, node: Node, phase: Phase) -> tuple[Op, OpCall | None]:
         target = node.target
-        effects = _effects.has_effects(node)
-        if isinstance(target, HigherOrderOperator) and not effects:
+        kind = self.kinds.of(target)
+        effects = kind.stays or bool(node.meta.get("remat_acts"))
+        if kind.higher_order and not effects:
             raise CaptureError(f"{node.name} is the higher-order operator {target}, which cannot be scheduled")
         if effects and _effects.returns_numbers(node):
             raise CaptureError(
                 f"{node.name} calls {target}, which returns a number: it is not known before that has run"
             )
-        if _ops.mutates(target):
+        if kind.mutates:
             raise CaptureError(f"{node.name} calls {target}, which overwrites its inputs")
-        read = list(dict.fromkeys(self.node_tensor[n] for n in node.all_input_nodes if n in self.node_tensor))
-        view = _ops.is_view(target) and bool(read)
-        on = self.tensor_list[read[0]].storage if view else None
+        places = self.node_tensor
+        read = list(dict.fromkeys([places[n] for n in node.all_input_nodes if n in places]))
+        on = self.tensor_list[read[0]].storage if kind.view and read else None
         outputs = []
         value = node.meta.get("val")
         if node in self.updated:
             on = self._storage_of(self.updated[node])
         if isinstance(value, torch.Tensor):
             outputs.append(self.tensor(node, value, node.name, on=on, role=TensorRole.INTERMEDIATE))
-            if on is None and _scatters.copies_storage(target):
+            if on is None and kind.copies_storage:
                 self._lies_on(outputs[0], node.args[0])  # type: ignore[arg-type]
         elif isinstance(value, (tuple, list)):
             items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
@@ -309,22 +311,23 @@ class _Reader:
                     outputs.append(self.tensor(getter, item, name, on=lies, role=TensorRole.INTERMEDIATE))
             for user in duplicates:
                 self.node_tensor[user] = self.node_tensor[items[user.args[1]]]
-        random = effects or _effects.keeps_its_place(node)
+        random = effects or kind.random
         # To draw again takes the generator's state from the first time: not worth it for a small result.
         not_worth_it = random and self._made_anywhere(outputs) < WORTH_DRAWING_AGAIN
-        once = node.meta.get("remat_once") or not_worth_it or effects or _gives_read_statistics(node)
+        once = node.meta.get("remat_once") or not_worth_it or effects or (kind.norm and _gives_read_statistics(node))
         op = Op(
             name=node.name,
-            target=target_name(target),
+            target=kind.name,
             inputs=tuple(read),
             outputs=tuple(outputs),
             phase=phase,
             random=random,
             recomputable=not once,
-            overwritable=self._overwritable(node, outputs),
+            overwritable=self._overwritable(node, outputs) if kind.writes_over else (),
             module=module_path(node),
         )
-        free = on is not None or not outputs or node.meta.get("remat_handed_over") or _effects.acts(node)
+        acts = kind.acts or node.meta.get("remat_acts")
+        free = on is not None or not outputs or node.meta.get("remat_handed_over") or acts
         return op, None if free else self.calls.of(node)
 
     def _made_anywhere(self, outputs: Sequence[int]) -> int:
@@ -340,8 +343,6 @@ class _Reader:
         Inputs of the graph are not among them, since they are the caller's, and a result that the graph returns takes
         none: it must not lie on memory that the graph has made for another tensor.
         """
-        if not _overwriting.has_form(node.target):
-            return ()
         value, made = node.meta.get("val"), node
         if isinstance(value, (tuple, list)):
             items = [user for user in node.users if user.target is operator.getitem and user.args[1] == 0]

@@ -207,6 +207,11 @@ _BATCH_NORMS: dict[Any, BatchNorm] = {
 }
 
 
+def may_be_batch_norm(target: Any) -> bool:
+    """Whether `training_batch_norm` knows forms of some calls."""
+    return target in _BATCH_NORMS
+
+
 def training_batch_norm(target: Any, args: tuple[Any, ...]) -> BatchNorm | None:
     """The forms of a batch norm that computes its statistics from the batch; ``None`` for any other call."""
     return _BATCH_NORMS[target] if target in _BATCH_NORMS and args[5] else None
