@@ -163,6 +163,7 @@ class Captures:
             rows_are_found(self.early),
             packed_sequences(self.early) if self._packing else contextlib.nullcontext(),
             compiled_stays(lambda called: self._compiled.update({id(called): called})),
+            internals.alike_modules(),
         ):
             try:
                 yield

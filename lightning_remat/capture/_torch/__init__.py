@@ -17,6 +17,7 @@ if TYPE_CHECKING or not unknown_torch():
     from torch._ops import HigherOrderOperator, OpOverload
     from torch._subclasses.fake_tensor import FakeTensor
 
+    from lightning_remat.capture._torch._alike_calls import alike_modules
     from lightning_remat.capture._torch._allocator import allocator_settings, set_allocator_settings
     from lightning_remat.capture._torch._aot import Frame
     from lightning_remat.capture._torch._autocast import (
@@ -160,6 +161,7 @@ __all__ = [
     "VaryingFloats",
     "absent",
     "accumulates_into",
+    "alike_modules",
     "allocations",
     "allocator_settings",
     "argument_of",

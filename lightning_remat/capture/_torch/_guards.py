@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,12 +29,25 @@ def source_name(source: Source) -> str:
     return str(name() if callable(name) else name)
 
 
+class _Asked(threading.local):
+    times = 0
+
+
+_ASKED = _Asked()
+
+
+def values_asked() -> int:
+    """How often it was asked in this thread where a tensor's value comes from: what is traced may depend on the answer."""
+    return _ASKED.times
+
+
 def given(node: torch.fx.Node) -> tuple[Source, Callable[[torch.Tensor], Any]] | None:
     """While Dynamo traces: the tensor given to the step that a node is, or is a size of.
 
     Returns:
         The tensor's source, and a function that gives the node's value of the tensor; ``None`` for any other node.
     """
+    _ASKED.times += 1
     argument, example = node.meta.get("grapharg"), node.meta.get("example_value")
     if isinstance(example, torch.SymInt):
         size = symbolic_node(example)

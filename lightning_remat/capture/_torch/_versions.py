@@ -26,7 +26,7 @@ NAMES = {
     "_accelerator_setAllocatorSettings "
     "_autograd._get_current_graph_task_keep_graph _autograd._get_sequence_nr "
     "_autograd._saved_tensors_hooks_set_tracing _current_autograd_node _current_graph_task_id "
-    "_dispatch_has_kernel_for_dispatch_key _nn _storage_Use_Count _will_engine_execute_node",
+    "_functorch.peek_interpreter_stack _dispatch_has_kernel_for_dispatch_key _nn _storage_Use_Count _will_engine_execute_node",
     "torch._decomp": "",
     "torch._dynamo": "maybe_mark_dynamic optimize",
     "torch._dynamo.backends.common": "aot_autograd",
@@ -36,26 +36,29 @@ NAMES = {
     "trace_autograd_ops trace_numpy",
     "torch._dynamo.convert_frame": "compile_lock",
     "torch._dynamo.eval_frame": "OptimizedModule _stance.stance",
-    "torch._dynamo.exc": "TensorifyScalarRestartAnalysis unimplemented",
+    "torch._dynamo.exc": "RestartAnalysis TensorifyScalarRestartAnalysis TorchDynamoException unimplemented",
     "torch._dynamo.external_utils": "is_compiling",
     "torch._dynamo.guards": "GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT _get_closure_vars install_guard",
+    "torch._dynamo.side_effects": "SideEffects.mutation SideEffects.store_attr",
     "torch._dynamo.source": "AttrSource ConstantSource GlobalSource TensorProperty.SIZE TensorPropertySource",
     "torch._dynamo.symbolic_convert": "InstructionTranslator.current_tx InstructionTranslatorBase._format_value "
     "TensorifyState.clear "
     "TensorifyState.should_specialize TensorifyState.specialize compare_op_handlers",
     "torch._dynamo.types": "ConvertFrameReturn FrameAction.SKIP FrameExecStrategy",
-    "torch._dynamo.utils": "counters get_compilation_metrics warn_once",
-    "torch._dynamo.variables.base": "VariableTracker._nonvar_fields VariableTracker.build",
-    "torch._dynamo.variables.builder": "TrackedFake VariableBuilder._wrap VariableBuilder.wrap_numpy_ndarray "
-    "VariableBuilder.wrap_symfloat",
+    "torch._dynamo.utils": "counters get_fake_value get_compilation_metrics warn_once",
+    "torch._dynamo.variables.base": "AttributeMutationExisting ValueMutationExisting VariableTracker._nonvar_fields "
+    "VariableTracker.build VariableTracker.visit",
+    "torch._dynamo.variables.builder": "TrackedFake VariableBuilder.__call__ VariableBuilder._wrap "
+    "VariableBuilder.wrap_numpy_ndarray VariableBuilder.wrap_symfloat wrap_fx_proxy",
     "torch._dynamo.variables.builtin": "BuiltinVariable.call_function",
+    "torch._dynamo.variables.constant": "ConstantVariable",
     "torch._dynamo.variables.functions": "SkipFunctionVariable.call_function UserFunctionVariable",
     "torch._dynamo.variables.lazy": "LazyVariableTracker.is_realized LazyVariableTracker.peek_value",
     "torch._dynamo.variables.lists": "BaseListVariable TupleVariable",
     "torch._dynamo.variables.misc": "GetAttrVariable LoggingLoggerVariable "
     "NumpyVariable.call_function StringFormatVariable.create StringFormatVariable.python_type",
-    "torch._dynamo.variables.nn_module": "UnspecializedNNModuleVariable",
-    "torch._dynamo.variables.tensor": "SymNodeVariable TensorVariable",
+    "torch._dynamo.variables.nn_module": "UnspecializedNNModuleVariable.call_function",
+    "torch._dynamo.variables.tensor": "SymNodeVariable TensorVariable.set_name_hint",
     "torch._dynamo.variables.torch": "TorchInGraphFunctionVariable._get_handlers TorchInGraphFunctionVariable.call_function",
     "torch._functorch._aot_autograd.descriptors": "GradAOTOutput InputMutationAOTOutput IntermediateBaseAOTOutput "
     "ParamAOTInput PlainAOTInput PlainAOTOutput SubclassGetAttrAOTInput SubclassGetAttrAOTOutput",
@@ -63,7 +66,7 @@ NAMES = {
     "torch._functorch._aot_autograd.schemas": "MemoryFormatMeta PlainTensorMeta",
     "torch._functorch.aot_autograd": "run_functionalized_fw_and_collect_metadata",
     "torch._functorch.config": "check_custom_op_aliasing donated_buffer patch",
-    "torch._guards": "Source TracingContext.get tracing",
+    "torch._guards": "Guard GuardsSet.add Source TracingContext.get tracing",
     "torch._inductor.config": "fallback_random patch",
     "torch._ops": "HigherOrderOperator OpOverload",
     "torch._refs": "",
@@ -79,6 +82,7 @@ NAMES = {
     "torch.autograd.grad_mode": "_enter_inference_mode",
     "torch.autograd.graph": "Node._sequence_nr _engine_run_backward",
     "torch.distributed.distributed_c10d": "_get_default_store",
+    "torch.fx.Node": "_rename",
     "torch.fx._lazy_graph_module": "_LazyGraphModule",
     "torch.fx.experimental._config": "patch use_duck_shape",
     "torch.ops.aten": "_adaptive_avg_pool2d_backward.default _adaptive_avg_pool3d_backward.default _assert_async.msg "
@@ -103,7 +107,6 @@ NAMES = {
 LATER_NAMES = {
     "torch": "_from_functional_tensor _functionalize_unsafe_set _to_functional_tensor",
     "torch.Tensor": "_is_zerotensor",
-    "torch._C": "_functorch",
     "torch._dynamo.symbolic_convert": "get_funcname",
     "torch._inductor.async_compile": "AsyncCompile.wait",
     "torch._inductor.compile_fx": "compile_fx_inner",
