@@ -676,6 +676,17 @@ def test_dynamo_begins_again_where_a_copy_fails(monkeypatch: pytest.MonkeyPatch)
     assert len(seen.copied) == 1 and not unlike(as_traced, seen)
 
 
+@pytest.mark.parametrize("place", ["lies", "_is_plain", "path"])
+def test_what_is_not_as_expected_is_traced(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: Any) -> Any:
+        raise AttributeError(place)
+
+    monkeypatch.setattr(_alike_calls, place, gone)
+    with watched() as seen:
+        assert captured_whole(check(blocks(), inputs()))
+    assert not seen.copied
+
+
 def test_all_is_as_it_was_afterwards() -> None:
     places = [(owner, name) for owner, name, _ in _alike_calls._replacements()]
     before = [vars(owner)[name] for owner, name in places]

@@ -37,7 +37,15 @@ from torch._guards import Guard, GuardsSet, TracingContext
 from torch._ops import HigherOrderOperator
 
 from lightning_remat.capture._torch._alike_copies import Call, Copy, path, realized
-from lightning_remat.capture._torch._alike_reads import Places, Read, UnlikeError, check_of, is_keyed_by_objects, lies
+from lightning_remat.capture._torch._alike_reads import (
+    Places,
+    Read,
+    UnlikeError,
+    check_of,
+    is_keyed_by_objects,
+    lies,
+    or_unlike,
+)
 from lightning_remat.capture._torch._alike_trace import Trace
 from lightning_remat.capture._torch._guards import values_asked
 
@@ -107,6 +115,7 @@ class Calls(Trace):
             self._known.setdefault(key, []).append(self._traced(before, variable, tx, every, given, result))
         return result
 
+    @or_unlike
     def _key(self, variable: Any, tx: Any, args: Sequence[Any], names: tuple[str, ...], given: list[Any]) -> Any:
         """All that a call depends on, but for what is read; the variables of tensors are added to ``given``.
 
@@ -151,6 +160,7 @@ class Calls(Trace):
         last = next(reversed(output.graph.nodes), None)
         return _Moment(last, len(self.events), len(tx.num_calls), sum(tx.num_calls.values()), state)
 
+    @or_unlike
     def _traced(self, before: _Moment, variable: Any, tx: Any, args: list[Any], given: list[Any], result: Any) -> Call:
         """A call that was traced since, for others to be copied from.
 

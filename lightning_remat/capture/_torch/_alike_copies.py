@@ -23,7 +23,7 @@ from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Guard, Source, TracingContext
 
-from lightning_remat.capture._torch._alike_reads import At, Pairs, Places, Read, UnlikeError, check_of
+from lightning_remat.capture._torch._alike_reads import At, Pairs, Places, Read, UnlikeError, check_of, or_unlike
 from lightning_remat.capture._torch._alike_trace import Trace
 from lightning_remat.capture._torch._guards import source_name
 
@@ -86,6 +86,7 @@ class Copy:
         UnlikeError: where it would become something else.
     """
 
+    @or_unlike
     def __init__(self, trace: Trace, known: Call, variable: Any, tx: Any, given: list[Any]) -> None:
         self._trace, self._known, self._tx, self._given = trace, known, tx, given
         if known.module is variable.value or known.writes != trace.writes.number:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.guards import GuardBuilder, _get_closure_vars
 from torch._dynamo.source import AttrSource
 from torch._guards import Guard, Source
@@ -54,6 +55,21 @@ _CHECKS = {id(value) for value in vars(GuardBuilder).values()}
 
 class UnlikeError(Exception):
     """Something is otherwise, or not understood: nothing is copied."""
+
+
+def or_unlike(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that raises `UnlikeError` for all that goes wrong in it: on another torch, something may be otherwise."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except (UnlikeError, TorchDynamoException):
+            raise
+        except Exception as error:
+            raise UnlikeError from error
+
+    return call
 
 
 @dataclasses.dataclass(slots=True)
