@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 import torch.fx
+import torch.fx.traceback as fx_traceback
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables import lazy
 from torch._dynamo.variables.builder import VariableBuilder
@@ -42,6 +43,7 @@ from lightning_remat.capture._torch._alike_reads import (
     Read,
     UnlikeError,
     check_of,
+    is_as_it_was,
     is_keyed_by_objects,
     lies,
     or_unlike,
@@ -109,9 +111,11 @@ class Calls(Trace):
             except UnlikeError:
                 continue
             return copy.made()
-        before = self._moment(tx)
+        before, lay = self._moment(tx), _lie(given)
         result = trace()
         with contextlib.suppress(UnlikeError):
+            if _lie(given) != lay:  # the variables of a copy's arguments would not know
+                raise UnlikeError
             self._known.setdefault(key, []).append(self._traced(before, variable, tx, every, given, result))
         return result
 
@@ -138,6 +142,7 @@ class Calls(Trace):
             torch.get_default_dtype(),
             torch.is_autocast_cache_enabled(),
             torch.are_deterministic_algorithms_enabled(),
+            repr(fx_traceback.get_current_meta().get("custom")),
             *((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices),
             *map(id, getattr(tx, "active_generic_context_managers", ())),
             *map(id, getattr(tx.symbolic_torch_function_state, "mode_stack", ())),
@@ -186,6 +191,9 @@ class Calls(Trace):
                 read = _given(one)
                 events.append((places.position(read.source), read))
                 known.add(one)
+        reads = (one for _, one in events if isinstance(one, Read) and one.node is not None)
+        if not all(one.node is not None and is_as_it_was(one.node, one.value) for one in reads):
+            raise UnlikeError
         return Call(
             module=variable.value,
             name=path(variable),
@@ -226,6 +234,8 @@ class Calls(Trace):
                 place, check = places.position(event.originating_source), None
                 if event not in guards or (place is not None and places.is_of_class(place)):
                     continue  # it was taken back, or is there already
+                if place is None and places.are_named(event):
+                    raise UnlikeError  # something elsewhere is one with something in the module
                 if place is not None:
                     function, args, kwargs = check_of(event)
                     check = (function, args, tuple(kwargs.items()))
@@ -258,6 +268,12 @@ def _kind(variable: Any, given: list[Any], effects: Any) -> Any:
     if variable.source is None:
         raise UnlikeError
     return kind, id(variable)
+
+
+@or_unlike
+def _lie(given: Sequence[Any]) -> list[Any]:
+    """How tensors lie, however often they were written to."""
+    return [lies(one.as_proxy().node.meta["example_value"], written=False) for one in given]
 
 
 def _tensors(variables: Sequence[Any]) -> Iterator[Any]:

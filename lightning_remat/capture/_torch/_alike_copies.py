@@ -23,7 +23,16 @@ from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Guard, Source, TracingContext
 
-from lightning_remat.capture._torch._alike_reads import At, Pairs, Places, Read, UnlikeError, check_of, or_unlike
+from lightning_remat.capture._torch._alike_reads import (
+    At,
+    Pairs,
+    Places,
+    Read,
+    UnlikeError,
+    check_of,
+    is_as_it_was,
+    or_unlike,
+)
 from lightning_remat.capture._torch._alike_trace import Trace
 from lightning_remat.capture._torch._guards import source_name
 
@@ -114,8 +123,15 @@ class Copy:
     def _compare(self, place: int, event: Read | Guard) -> None:
         before, now = self._known.places.value(place), self._at.value(place)
         self._pairs.compare(event.value if isinstance(event, Read) else before, now)
-        if isinstance(event, Guard) and check_of(event)[0].__name__ in _IDENTITIES and before is not now:
+        if isinstance(event, Read):
+            return
+        check, args, kwargs = check_of(event)
+        if check.__name__ in _IDENTITIES and before is not now:
             raise UnlikeError
+        if check.__name__ == "DUPLICATE_INPUT":
+            other = self._known.places.position(next(iter((*args, *kwargs.values()))))
+            if now is not (before if other is None else self._at.value(other)):
+                raise UnlikeError
 
     def _renamed(self, name: str) -> str:
         before = self._known.name
@@ -189,6 +205,7 @@ class Copy:
         else:
             made = VariableBuilder(self._tx, source)(self._at.value(place)).realize()
             assert type(made) is TensorVariable, "what is made of a tensor"
+            assert is_as_it_was(made.as_proxy().node, self._at.value(place)), "a tensor that was written to"
             self._map(event.node, made)
 
     def _guard(self, guard: Guard, source: Source) -> Guard:

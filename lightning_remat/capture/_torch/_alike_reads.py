@@ -167,6 +167,12 @@ class Places:
         self._positions[source] = position
         return position
 
+    def are_named(self, guard: Guard) -> bool:
+        """Whether the check of a guard is given a place."""
+        check: Any = guard.create_fn
+        held = (*check.args, *check.keywords.values()) if isinstance(check, functools.partial) else ()
+        return any(isinstance(one, Source) and self.position(one) is not None for one in held)
+
     def value(self, position: int) -> Any:
         """What lies there. See `At.value`."""
         return self._own.value(position)
@@ -260,7 +266,7 @@ class Pairs:
         """
         if isinstance(one, torch.Tensor):
             self.pair(one, other)
-            if one is not other and lies(one) != lies(other):
+            if one is not other and (lies(one) != lies(other) or list(vars(one)) != list(vars(other))):
                 raise UnlikeError
         elif isinstance(one, torch.nn.Module):
             self.pair(one, other)
@@ -309,8 +315,8 @@ def is_keyed_by_objects(value: Any) -> bool:
     return isinstance(value, (dict, set, frozenset)) and not all(isinstance(key, (*_CONSTANTS, tuple)) for key in value)
 
 
-def lies(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """All by which tracing tells tensors apart.
+def lies(tensor: torch.Tensor, written: bool = True) -> tuple[Any, ...]:
+    """All by which tracing tells tensors apart; not ``written``: but for whether they were written to.
 
     Raises:
         UnlikeError: for tensors with symbolic sizes, or of another layout.
@@ -327,11 +333,20 @@ def lies(tensor: torch.Tensor) -> tuple[Any, ...]:
         tensor.requires_grad,
         tensor.is_leaf,
         tensor._is_view(),
-        tensor._version == 0,
+        written and tensor._version == 0,
         tensor.is_conj(),
         tensor.is_neg(),
         tensor.is_inference(),
         tensor._backward_hooks is None,
+    )
+
+
+def is_as_it_was(node: torch.fx.Node, tensor: torch.Tensor) -> bool:
+    """Whether a tensor that the graph is given still lies, while it is traced, as it is given."""
+    found = node.meta["example_value"]
+    return all(type(size) is int for size in found.shape) and (
+        (found.dtype, tuple(found.shape), found.stride(), found.requires_grad)
+        == (tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.requires_grad)
     )
 
 

@@ -1,6 +1,6 @@
 """What is noted of a graph while Dynamo makes it: what is read, guarded on, written to, and named.
 
-* ``VariableTracker.visit``: goes through what a variable holds.
+* ``SideEffects.store_attr_mutations``: what was written to the attributes of variables, which they do not hold themselves.
 * ``AttributeMutationExisting``, ``ValueMutationExisting``: by which Dynamo marks what was there before.
 """
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch.fx
 from torch._dynamo.guards import _get_closure_vars
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
+from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Guard
 
 from lightning_remat.capture._torch._alike_reads import Read
@@ -63,10 +64,18 @@ class Writes:
             if value is None:
                 self._all_count = True
             else:
-                VariableTracker.visit(lambda one: self._put.update({id(one): one}), value)
+                VariableTracker.visit(self._note_put, value)
         elif self._all_count or id(variable) in self._put:
             self.number += 1
             self._all_count = True
+        elif type(variable) is TensorVariable:  # its attributes are not in the graph
+            self.number += 1
+
+    def _note_put(self, variable: Any) -> None:
+        """A variable, and what its attributes are, may be seen by all."""
+        if id(variable) not in self._put:
+            self._put[id(variable)] = variable
+            VariableTracker.visit(self._note_put, self._output.side_effects.store_attr_mutations.get(variable, {}))
 
     def _note_object(self, variable: Any) -> None:
         scope = {**_get_closure_vars(), "L": self._output.local_scope, "G": self._output.global_scope}
