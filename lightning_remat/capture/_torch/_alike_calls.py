@@ -212,7 +212,7 @@ class Calls(Trace):
         )
 
     def _events(self, places: Places, since: int) -> tuple[list[tuple[int | None, Read | Guard]], list[Any]]:
-        """What was read and guarded on since, once, with its place; and the modules and tensors elsewhere.
+        """What was read and guarded on since, once, with its place; and what modules could share, elsewhere.
 
         Raises:
             UnlikeError: for what is not understood.
@@ -228,7 +228,7 @@ class Calls(Trace):
                 place, value = places.position(event.source), event.value
                 if (isinstance(value, torch.Tensor) and event.node is None) or is_keyed_by_objects(value):
                     raise UnlikeError
-                if place is None and isinstance(value, (torch.nn.Module, torch.Tensor)):
+                if place is None and isinstance(value, (torch.nn.Module, torch.Tensor, list, dict, set)):
                     same[id(value)] = value
             else:
                 place, check = places.position(event.originating_source), None

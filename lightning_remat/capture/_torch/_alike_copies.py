@@ -59,7 +59,7 @@ class Call:
         nodes: of the call, in their order, with the names that they were given.
         events: what was read and guarded on, in their order, each with its place in the module, if it has one.
         places: these.
-        same: modules and tensors that are not the module's, and were looked at.
+        same: modules, tensors, lists and the like that are not the module's, and were looked at.
         names: of the modules that were called.
         writes: how much had been written.
         anew: whether tensors are made anew for all nodes.
@@ -201,7 +201,10 @@ class Copy:
             guards = TracingContext.get().guards_context.dynamo_guards
             guards.add(self._guard(event, source), collect_debug_stack=False)
         elif event.node is None:
-            self._trace.events.append(Read(source, self._at.value(place)))
+            value = self._at.value(place)
+            self._trace.events.append(Read(source, value))
+            if value is event.value and isinstance(value, torch.nn.Module) and value in output.side_effects:
+                VariableBuilder(self._tx, source)(value)  # guards on its being the same
         else:
             made = VariableBuilder(self._tx, source)(self._at.value(place)).realize()
             assert type(made) is TensorVariable, "what is made of a tensor"

@@ -272,8 +272,11 @@ class Pairs:
             self.pair(one, other)
             if self.modules.setdefault(id(one), other) is not other or _looks(one) != _looks(other):
                 raise UnlikeError
-        elif one is not other:
-            self._compare_parts(one, other)
+        else:
+            if isinstance(one, (list, dict, set)):
+                self.pair(one, other)
+            if one is not other:
+                self._compare_parts(one, other)
 
     def pair(self, one: Any, other: Any) -> None:
         """Have an object be in the place of another: which are one and the same must be so in both modules."""
