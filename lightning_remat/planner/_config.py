@@ -45,7 +45,8 @@ class RematConfig:
             and medium steps take less time, since nothing waits for Python. What cannot be recorded runs as before. Without
             effect on other devices.
         fuse: ``"exact"`` has runs of elementwise ops compiled into one kernel each, where that kernel has the same bits and the
-            step costs less so; ``"fast"`` takes any such kernel, and bits may differ from eager mode's; ``"off"`` runs each op.
+            step costs less so; ``"fast"`` takes any such kernel, computes convolutions with channels last in memory where
+            that is faster, and bits may differ from eager mode's; ``"off"`` runs each op.
 
     Raises:
         ConfigError, BudgetError: on construction, saying what was given and what is accepted.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from lightning_remat.capture import (
 )
 from lightning_remat.capture import _torch as internals
 from lightning_remat.capture._autocast import cast_arguments, cast_often, share_casts
+from lightning_remat.capture._channels_last import ChannelsLast
 from lightning_remat.capture._checkpoints import checkpoints, refuse_other_second_evaluations
 from lightning_remat.capture._inference import refuse_inference_mode
 from lightning_remat.capture._ports import hands_on_views_alone, with_ports
@@ -49,6 +51,8 @@ from lightning_remat.runtime._graph import Graph
 from lightning_remat.runtime._moving import MovingBuffers
 from lightning_remat.runtime._running import Runner, Step
 from lightning_remat.runtime._sized_plans import rounded_up
+
+log = logging.getLogger(__name__)
 
 
 class NoSymbols(BaseException):
@@ -111,8 +115,13 @@ class Backend:
         if internals.sizes_from_floats(module):  # sizes must be known to make a plan
             internals.floats_as_constants(module)
         self.step.plans.planning.progress("capturing")
+        handed = functools.partial(_Handed, self, module, inputs, symbolic, code, in_checkpoints)
+        if self.step.plans.planning.config.fuse == "fast" and not symbolic and not in_checkpoints:
+            found = self._with_channels_last(module, handed)
+            if found is not None:
+                return found
         try:
-            return _Handed(self, module, inputs, symbolic, code, in_checkpoints).captured()
+            return handed().captured()
         except Exception as error:  # whatever torch raises: the graph runs as before, and a warning gives the reason
             internals.floats_as_constants(module)
             reason = f"{type(error).__name__}: {error}"
@@ -125,6 +134,20 @@ class Backend:
                 raise
             self.step.reasons.failed(reason, error)
             return as_in_eager_mode(module).forward
+
+    def _with_channels_last(
+        self, module: torch.fx.GraphModule, handed: Callable[[], _Handed]
+    ) -> Callable[..., Any] | None:
+        """What runs a graph with its convolutions on tensors with channels last; ``None`` where it stays as it is."""
+        relaid = ChannelsLast(module)
+        if not relaid.convolutions:
+            return None
+        try:
+            return handed().captured()
+        except Exception as error:  # noqa: BLE001 - a view of a tensor that lies otherwise, for one
+            relaid.take_back()
+            log.info("%s keeps its tensors' layouts: %s", self.step.reasons.name or "The step", error)
+            return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -208,7 +208,7 @@ class Calls(Trace):
             same=same,
             names=list(itertools.islice(tx.num_calls, before.names, None)),
             writes=self.writes.number,
-            anew=any(map(_writes, nodes)) or any(node.target is operator.getitem for node in returned),
+            anew=any(map(_writes, nodes)) or any(map(_lies_on_another, returned)),
         )
 
     def _events(self, places: Places, since: int) -> tuple[list[tuple[int | None, Read | Guard]], list[Any]]:
@@ -314,6 +314,11 @@ def _is_plain(node: Node) -> bool:
         and "out" not in node.kwargs
         and all(one.op != "get_attr" for one in node.all_input_nodes)
     )
+
+
+def _lies_on_another(node: Node) -> bool:
+    """Whether a result is no tensor of its own, or may be none."""
+    return node.target is operator.getitem or bool(node.meta["example_value"]._is_view())
 
 
 def _writes(node: Node) -> bool:
