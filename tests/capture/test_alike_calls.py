@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import functools
-import random
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._guards import Source, TracingContext
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks.networks import build
 from lightning_remat import rematerialize
-from lightning_remat.capture import _torch as internals
-from lightning_remat.capture._torch import _alike_calls, _aot
+from lightning_remat.capture._torch import _alike_calls
 from lightning_remat.capture._torch._alike_copies import Copy
-from lightning_remat.capture._torch._guards import source_name
-from lightning_remat.runtime import _backend
-from tests.capture.test_alike import Enough, described_nodes
-from tests.helpers.nets import captured_whole, check, inputs, loss_of, net, same
+from tests.capture.test_alike import Enough
+from tests.helpers.alike_blocks import Block, blocks, body, called, check_deeply, powered, unlike, watched, whole
+from tests.helpers.nets import captured_whole, check, inputs, same
 
 Tensor = torch.Tensor
 NETWORKS = {
@@ -38,82 +30,6 @@ NETWORKS = {
     "resnet18": None,
     "swin": None,
 }
-
-
-class Seen:
-    """What Dynamo has made.
-
-    Attributes:
-        graphs: the joint graphs.
-        given: where what they are given is found.
-        guards: of the graphs.
-        copied: the names of modules for which the call of another was copied.
-    """
-
-    def __init__(self) -> None:
-        self.graphs: list[Any] = []
-        self.given: list[list[str]] = []
-        self.guards: list[set[Any]] = []
-        self.copied: list[str] = []
-
-
-@contextlib.contextmanager
-def watched(copying: bool = True, planned: bool = True) -> Iterator[Seen]:
-    """While open, what Dynamo makes is noted; steps end there, unless they are planned."""
-    patch, seen = pytest.MonkeyPatch(), Seen()
-    read: Any = _backend._Reading.read
-    init: Any = _aot.Frame.__init__
-    made: Any = Copy.made
-
-    def noted(self: Any, joint: torch.fx.GraphModule, *args: Any, **described: Any) -> Any:
-        seen.graphs.append(described_nodes(joint.graph))
-        seen.guards.append({described_guard(one) for one in TracingContext.get().guards_context.dynamo_guards})
-        if not planned:
-            raise Enough
-        return read(self, joint, *args, **described)
-
-    def framed(self: Any, module: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> None:
-        given = [node.meta.get("grapharg") for node in module.graph.find_nodes(op="placeholder")]
-        seen.given.append([source_name(one.source) if one is not None and one.source else "" for one in given])
-        init(self, module, *args, **kwargs)
-
-    def copied(self: Any) -> Any:
-        seen.copied.append(self.name.rpartition("]")[2].removeprefix(".") or self.name)
-        return made(self)
-
-    patch.setattr(_backend._Reading, "read", noted)
-    patch.setattr(_aot.Frame, "__init__", framed)
-    patch.setattr(Copy, "made", copied)
-    if not copying:
-        patch.setattr(internals, "alike_modules", contextlib.nullcontext)
-    try:
-        yield seen
-    finally:
-        patch.undo()
-
-
-def described_guard(guard: Any) -> Any:
-    check = guard.create_fn
-    held = (*check.args, *check.keywords.values()) if isinstance(check, functools.partial) else ()
-    function = check.func if isinstance(check, functools.partial) else check
-    parts = [source_name(one) if isinstance(one, Source) else repr(type(one)) for one in held]
-    try:
-        where = source_name(guard.originating_source)
-    except NotImplementedError:
-        where = type(guard.originating_source).__name__
-    return re.sub(r"_{3}\d+|\d{9,}(_c\d+)?", "#", f"{function.__name__} {where} {parts}")
-
-
-def unlike(without: Seen, with_copies: Seen) -> list[Any]:
-    """What is otherwise: nodes, inputs, and guards."""
-    found: list[Any] = []
-    for nodes, others in zip(without.graphs, with_copies.graphs, strict=True):
-        assert len(nodes) == len(others)
-        found += [(one, other) for one, other in zip(nodes, others, strict=True) if one != other]
-    found += [pair for pair in zip(without.given, with_copies.given, strict=True) if pair[0] != pair[1]]
-    for guards, others in zip(without.guards, with_copies.guards, strict=True):
-        found += guards ^ others
-    return found
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -133,40 +49,6 @@ def test_the_graph_is_the_one_that_is_traced(network: str, autocast: bool) -> No
         seen.append(one)
     assert seen[0].graphs and not seen[0].copied and seen[1].copied
     assert not unlike(*seen)
-
-
-class Block(nn.Module):
-    def __init__(self, body: Callable[..., Any], number: int) -> None:
-        super().__init__()
-        self.linear, self.norm, self.drop = nn.Linear(32, 32), nn.LayerNorm(32), nn.Dropout(0.1)
-        self.body, self.number, self.scale = body, number, 1.5
-        self.register_buffer("steps", torch.zeros(()))
-        self.settings: dict[str, Any] = {"power": 2.0}
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self.body(self, x, *args, **kwargs)
-
-
-def body(self: Any, x: Tensor) -> Tensor:
-    return x + self.drop(torch.tanh(self.linear(self.norm(x))) * self.scale)
-
-
-def called(self: Any, x: Tensor) -> Tensor:
-    x = self.first(x)
-    for one in self.blocks:
-        x = one(x)
-    return self.last(x).square().mean()
-
-
-def blocks(its_body: Callable[..., Any] = body, forward: Callable[..., Any] = called) -> Any:
-    torch.manual_seed(0)
-    return net(forward, blocks=nn.ModuleList(Block(its_body, number) for number in range(3)))
-
-
-def whole(seen: Seen) -> set[int]:
-    """The blocks that were copied as a whole."""
-    found = [re.fullmatch(r".*?blocks\.(\d)", name) for name in seen.copied]
-    return {int(one[1]) for one in found if one}
 
 
 # -- what is copied ------------------------------------------------------------------------------------------------
@@ -311,10 +193,6 @@ def of_its_own_class(one: Any) -> None:
     nn.utils.parametrize.register_parametrization(one.linear, "weight", nn.Hardtanh())  # type: ignore[attr-defined]
 
 
-def powered(self: Any, x: Tensor) -> Tensor:
-    return (body(self, x).sin().abs() + 0.1) ** self.settings["power"]
-
-
 CHANGES: list[tuple[Callable[[Any], None], Callable[..., Any]]] = [
     *((change, body) for change in (set_scale, set_eps, freeze, without_bias, otherwise, hook, keep_all, stronger)),
     *((change, body) for change in (another_activation, of_its_own_class)),
@@ -330,27 +208,6 @@ def test_a_block_that_is_otherwise_is_traced(change: Callable[[Any], None], its_
         step = check_deeply(module)
     assert whole(seen) == {2}
     assert step.runs == (2,)
-
-
-def check_deeply(module: Any) -> Any:
-    """`check`, for modules that cannot be copied with what is bound to them."""
-    state = copy.deepcopy(module.state_dict())
-    right, got = list[Any](), list[Any]()
-    for found, step in ((right, module), (got, rematerialize(module, "min", cost_model="unit", time_limit=0.5))):
-        module.load_state_dict(state)
-        module.zero_grad()
-        torch.manual_seed(1)
-        for _ in range(2):
-            loss = loss_of(step(inputs()))
-            loss.backward()
-            found += [loss.detach(), *(None if p.grad is None else p.grad.clone() for p in module.parameters())]
-            with torch.no_grad():
-                for parameter in module.parameters():
-                    if parameter.grad is not None:
-                        parameter.sub_(0.1 * parameter.grad)
-        found += [value.clone() for value in module.state_dict().values()]
-    assert len(right) == len(got) and all(map(same, right, got))
-    return step
 
 
 def test_masks_of_other_shapes_and_constants_are_told_apart() -> None:
@@ -393,241 +250,6 @@ def test_the_same_tensor_twice_is_not_two() -> None:
     with watched() as seen:
         check(blocks(sums, forward), inputs())
     assert whole(seen) == {2}
-
-
-# -- writes --------------------------------------------------------------------------------------------------------
-
-
-def test_what_is_written_within_is_written_each_time() -> None:
-    def counting(self: Any, x: Tensor) -> Tensor:
-        self.number += 1
-        return body(self, x)
-
-    with watched() as seen:
-        module = blocks(counting)
-        step = rematerialize(module, "min", cost_model="unit", time_limit=0.5)
-        for _ in range(2):
-            step(inputs()).backward()
-    assert not whole(seen)
-    assert [one.number for one in module.blocks] == [2, 3, 4]
-
-
-def test_what_is_written_between_is_seen() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for number, one in enumerate(self.blocks):
-            self.options["scale"] = number + 1.0
-            x = one(x) * 1.0
-        return self.last(x).square().mean()
-
-    options = {"scale": 0.0}
-
-    def scaled(self: Any, x: Tensor) -> Tensor:
-        return body(self, x) * self.options["scale"]
-
-    module = blocks(scaled, forward)
-    for one in (module, *module.blocks):
-        one.options = options
-    with watched() as seen:
-        check(module, inputs())
-    assert not whole(seen)
-
-
-def test_what_is_written_before_all_is_each_ones_own() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        for number, one in enumerate(self.blocks):
-            one.norm.eps = 10.0**-number
-            one.settings["power"] = number + 1.0
-        return called(self, x)
-
-    with watched() as seen:
-        check(blocks(powered, forward), inputs())
-    assert not whole(seen)
-
-
-def test_what_is_put_where_blocks_read_it_is_seen() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        shared = {"scale": 0.0}
-        self.holder["shared"] = shared
-        x = self.first(x)
-        for number, one in enumerate(self.blocks):
-            shared["scale"] = number + 1.0
-            x = one(x)
-        return self.last(x).square().mean()
-
-    def scaled(self: Any, x: Tensor) -> Tensor:
-        return body(self, x) * self.holder["shared"]["scale"]
-
-    module, holder = blocks(scaled, forward), dict[str, Any]()
-    for one in (module, *module.blocks):
-        one.holder = holder
-    with watched() as seen:
-        check(module, inputs())
-    assert not whole(seen)
-
-
-def test_what_the_step_makes_for_itself_keeps_nothing_from_being_copied() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        hidden = [self.first(x)]
-        for one in self.blocks:
-            hidden.append(one(hidden[-1]))
-        return self.last(torch.stack(hidden).sum(0)).square().mean()
-
-    with watched() as seen:
-        check(blocks(forward=forward), inputs())
-    assert whole(seen) == {1, 2}
-
-
-_SCALES: dict[Any, float] = {}
-_POWER = 1.0
-
-
-def test_a_global_that_is_set_between() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        global _POWER
-        x = self.first(x)
-        for number, one in enumerate(self.blocks):
-            _POWER = 1.0 + number
-            x = one(x)
-        return self.last(x).square().mean()
-
-    def powers(self: Any, x: Tensor) -> Tensor:
-        return body(self, x) * _POWER
-
-    with watched() as seen:
-        check(blocks(powers, forward), inputs())
-    assert not whole(seen)
-
-
-# -- what a module is, and not what it is like ----------------------------------------------------------------------
-
-
-def test_things_that_are_looked_up_by_the_module() -> None:
-    def scaled(self: Any, x: Tensor) -> Tensor:
-        return body(self, x) * _SCALES[self]
-
-    module = blocks(scaled)
-    try:
-        _SCALES.update({one: number + 1.0 for number, one in enumerate(module.blocks)})
-        with watched() as seen:
-            check_deeply(module)
-    finally:
-        _SCALES.clear()
-    assert not whole(seen)
-
-
-def test_the_last_one_is_told_from_the_others() -> None:
-    def scaled(self: Any, x: Tensor) -> Tensor:
-        return body(self, x) * (2.0 if self is self.last[0] else 1.0)
-
-    module = blocks(scaled)
-    for one in module.blocks:
-        one.last = [module.blocks[2]]
-    with watched() as seen:
-        check_deeply(module)
-    assert 2 not in whole(seen)
-
-
-def test_a_module_that_is_called_twice_and_shared_parameters() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for one in (*self.blocks, self.blocks[0], self.blocks[1]):
-            x = one(x)
-        return self.last(x).square().mean()
-
-    module = blocks(forward=forward)
-    module.blocks[2].linear.weight = module.blocks[0].linear.weight
-    with watched() as seen:
-        check(module, inputs())
-    with watched(copying=False) as as_traced:
-        torch._dynamo.reset()  # type: ignore[no-untyped-call]
-        check(module, inputs())
-    assert 1 in whole(seen) and not unlike(as_traced, seen)
-
-
-def test_a_parameter_that_two_parts_share_in_one_block_alone() -> None:
-    def twice(self: Any, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        return self.more(y) * (2.0 if self.more.weight is self.linear.weight else 1.0)
-
-    module = blocks(twice)
-    for one in module.blocks:
-        one.more = nn.Linear(32, 32)
-    module.blocks[1].more.weight = module.blocks[1].linear.weight
-    with watched() as seen:
-        check(module, inputs())
-    assert whole(seen) == {2}
-
-
-# -- what surrounds a call -------------------------------------------------------------------------------------------
-
-
-def test_modes_around_a_call() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        first, second, third = self.blocks
-        x = first(self.first(x))
-        with torch.no_grad():
-            y = second(x)
-        with torch.autocast("cpu", torch.bfloat16):
-            z = third(x)
-        return self.last(x + y + z.float()).square().mean()
-
-    with watched() as seen:
-        check(blocks(forward=forward), inputs())
-    assert not whole(seen)
-
-
-def test_random_numbers_of_python() -> None:
-    def scaled(self: Any, x: Tensor) -> Tensor:
-        return body(self, x) * (1.0 + random.random())
-
-    module = blocks(scaled)
-    with watched() as seen:
-        random.seed(0)
-        torch.manual_seed(1)
-        got = rematerialize(module, "min")(inputs()).detach()
-        random.seed(0)
-        torch.manual_seed(1)
-        right = module(inputs()).detach()
-    assert not whole(seen) and torch.equal(right, got)
-
-
-def test_a_question_about_a_tensors_value_has_its_own_answer() -> None:
-    def scaled(self: Any, x: Tensor, numbers: Tensor) -> Tensor:
-        return body(self, x) * float(numbers.tolist()[0])
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for number, one in enumerate(self.blocks):
-            x = one(x, torch.tensor([number + 1.0]))
-        return self.last(x).square().mean()
-
-    with watched() as seen:
-        check(blocks(scaled, forward), inputs())
-    assert not whole(seen)
-
-
-def test_checkpoints_are_left_alone() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for one in self.blocks:
-            x = checkpoint(one, x, use_reentrant=False)
-        return self.last(x).square().mean()
-
-    with watched() as seen:
-        check(blocks(forward=forward), inputs())
-    assert not whole(seen)
-
-
-def test_parameters_that_stand_in_for_the_modules_own() -> None:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for number, one in enumerate(self.blocks):
-            parameters = {name: value * (number + 1) for name, value in one.named_parameters()}
-            x = torch.func.functional_call(one, parameters, (x,))
-        return self.last(x).square().mean()
-
-    check(blocks(forward=forward), inputs())
 
 
 # -- guards ----------------------------------------------------------------------------------------------------------

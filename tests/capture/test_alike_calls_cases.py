@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_remat import rematerialize
-from tests.capture.test_alike_calls import blocks, body, check_deeply, unlike, watched, whole
-from tests.helpers.nets import inputs
+from tests.helpers.alike_blocks import blocks, body, called, check_deeply, powered, unlike, watched, whole
+from tests.helpers.nets import check, inputs
 
 Tensor = torch.Tensor
 
@@ -230,3 +232,238 @@ def test_a_mark_on_all_that_is_traced() -> None:
             check_deeply(blocks(forward=forward))
         seen.append(one)
     assert not unlike(*seen)
+
+
+# -- writes --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written_within_is_written_each_time() -> None:
+    def counting(self: Any, x: Tensor) -> Tensor:
+        self.number += 1
+        return body(self, x)
+
+    with watched() as seen:
+        module = blocks(counting)
+        step = rematerialize(module, "min", cost_model="unit", time_limit=0.5)
+        for _ in range(2):
+            step(inputs()).backward()
+    assert not whole(seen)
+    assert [one.number for one in module.blocks] == [2, 3, 4]
+
+
+def test_what_is_written_between_is_seen() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for number, one in enumerate(self.blocks):
+            self.options["scale"] = number + 1.0
+            x = one(x) * 1.0
+        return self.last(x).square().mean()
+
+    options = {"scale": 0.0}
+
+    def scaled(self: Any, x: Tensor) -> Tensor:
+        return body(self, x) * self.options["scale"]
+
+    module = blocks(scaled, forward)
+    for one in (module, *module.blocks):
+        one.options = options
+    with watched() as seen:
+        check(module, inputs())
+    assert not whole(seen)
+
+
+def test_what_is_written_before_all_is_each_ones_own() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        for number, one in enumerate(self.blocks):
+            one.norm.eps = 10.0**-number
+            one.settings["power"] = number + 1.0
+        return called(self, x)
+
+    with watched() as seen:
+        check(blocks(powered, forward), inputs())
+    assert not whole(seen)
+
+
+def test_what_is_put_where_blocks_read_it_is_seen() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        shared = {"scale": 0.0}
+        self.holder["shared"] = shared
+        x = self.first(x)
+        for number, one in enumerate(self.blocks):
+            shared["scale"] = number + 1.0
+            x = one(x)
+        return self.last(x).square().mean()
+
+    def scaled(self: Any, x: Tensor) -> Tensor:
+        return body(self, x) * self.holder["shared"]["scale"]
+
+    module, holder = blocks(scaled, forward), dict[str, Any]()
+    for one in (module, *module.blocks):
+        one.holder = holder
+    with watched() as seen:
+        check(module, inputs())
+    assert not whole(seen)
+
+
+def test_what_the_step_makes_for_itself_keeps_nothing_from_being_copied() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        hidden = [self.first(x)]
+        for one in self.blocks:
+            hidden.append(one(hidden[-1]))
+        return self.last(torch.stack(hidden).sum(0)).square().mean()
+
+    with watched() as seen:
+        check(blocks(forward=forward), inputs())
+    assert whole(seen) == {1, 2}
+
+
+_SCALES: dict[Any, float] = {}
+_POWER = 1.0
+
+
+def test_a_global_that_is_set_between() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        global _POWER
+        x = self.first(x)
+        for number, one in enumerate(self.blocks):
+            _POWER = 1.0 + number
+            x = one(x)
+        return self.last(x).square().mean()
+
+    def powers(self: Any, x: Tensor) -> Tensor:
+        return body(self, x) * _POWER
+
+    with watched() as seen:
+        check(blocks(powers, forward), inputs())
+    assert not whole(seen)
+
+
+# -- what a module is, and not what it is like ----------------------------------------------------------------------
+
+
+def test_things_that_are_looked_up_by_the_module() -> None:
+    def scaled(self: Any, x: Tensor) -> Tensor:
+        return body(self, x) * _SCALES[self]
+
+    module = blocks(scaled)
+    try:
+        _SCALES.update({one: number + 1.0 for number, one in enumerate(module.blocks)})
+        with watched() as seen:
+            check_deeply(module)
+    finally:
+        _SCALES.clear()
+    assert not whole(seen)
+
+
+def test_the_last_one_is_told_from_the_others() -> None:
+    def scaled(self: Any, x: Tensor) -> Tensor:
+        return body(self, x) * (2.0 if self is self.last[0] else 1.0)
+
+    module = blocks(scaled)
+    for one in module.blocks:
+        one.last = [module.blocks[2]]
+    with watched() as seen:
+        check_deeply(module)
+    assert 2 not in whole(seen)
+
+
+def test_a_module_that_is_called_twice_and_shared_parameters() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for one in (*self.blocks, self.blocks[0], self.blocks[1]):
+            x = one(x)
+        return self.last(x).square().mean()
+
+    module = blocks(forward=forward)
+    module.blocks[2].linear.weight = module.blocks[0].linear.weight
+    with watched() as seen:
+        check(module, inputs())
+    with watched(copying=False) as as_traced:
+        torch._dynamo.reset()  # type: ignore[no-untyped-call]
+        check(module, inputs())
+    assert 1 in whole(seen) and not unlike(as_traced, seen)
+
+
+def test_a_parameter_that_two_parts_share_in_one_block_alone() -> None:
+    def twice(self: Any, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return self.more(y) * (2.0 if self.more.weight is self.linear.weight else 1.0)
+
+    module = blocks(twice)
+    for one in module.blocks:
+        one.more = nn.Linear(32, 32)
+    module.blocks[1].more.weight = module.blocks[1].linear.weight
+    with watched() as seen:
+        check(module, inputs())
+    assert whole(seen) == {2}
+
+
+# -- what surrounds a call -------------------------------------------------------------------------------------------
+
+
+def test_modes_around_a_call() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        first, second, third = self.blocks
+        x = first(self.first(x))
+        with torch.no_grad():
+            y = second(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            z = third(x)
+        return self.last(x + y + z.float()).square().mean()
+
+    with watched() as seen:
+        check(blocks(forward=forward), inputs())
+    assert not whole(seen)
+
+
+def test_random_numbers_of_python() -> None:
+    def scaled(self: Any, x: Tensor) -> Tensor:
+        return body(self, x) * (1.0 + random.random())
+
+    module = blocks(scaled)
+    with watched() as seen:
+        random.seed(0)
+        torch.manual_seed(1)
+        got = rematerialize(module, "min")(inputs()).detach()
+        random.seed(0)
+        torch.manual_seed(1)
+        right = module(inputs()).detach()
+    assert not whole(seen) and torch.equal(right, got)
+
+
+def test_a_question_about_a_tensors_value_has_its_own_answer() -> None:
+    def scaled(self: Any, x: Tensor, numbers: Tensor) -> Tensor:
+        return body(self, x) * float(numbers.tolist()[0])
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for number, one in enumerate(self.blocks):
+            x = one(x, torch.tensor([number + 1.0]))
+        return self.last(x).square().mean()
+
+    with watched() as seen:
+        check(blocks(scaled, forward), inputs())
+    assert not whole(seen)
+
+
+def test_checkpoints_are_left_alone() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for one in self.blocks:
+            x = checkpoint(one, x, use_reentrant=False)
+        return self.last(x).square().mean()
+
+    with watched() as seen:
+        check(blocks(forward=forward), inputs())
+    assert not whole(seen)
+
+
+def test_parameters_that_stand_in_for_the_modules_own() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for number, one in enumerate(self.blocks):
+            parameters = {name: value * (number + 1) for name, value in one.named_parameters()}
+            x = torch.func.functional_call(one, parameters, (x,))
+        return self.last(x).square().mean()
+
+    check(blocks(forward=forward), inputs())
