@@ -298,7 +298,7 @@ def test_dynamo_begins_again_where_a_copy_fails(monkeypatch: pytest.MonkeyPatch)
     assert len(seen.copied) == 1 and not unlike(as_traced, seen)
 
 
-@pytest.mark.parametrize("place", ["lies", "_is_plain", "path"])
+@pytest.mark.parametrize("place", ["_is_plain", "itertools", "lies", "path", "values_asked"])
 def test_what_is_not_as_expected_is_traced(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(*_: Any) -> Any:
         raise AttributeError(place)

@@ -103,6 +103,7 @@ class Calls(Trace):
         every, names, given = [*args, *kwargs.values()], tuple(kwargs), list[Any]()
         try:
             key = self._key(variable, tx, every, names, given)
+            before, lay = self._moment(tx), _lie(given)
         except UnlikeError:
             return trace()
         for known in self._known.get(key, ())[-_CANDIDATES:]:
@@ -111,7 +112,6 @@ class Calls(Trace):
             except UnlikeError:
                 continue
             return copy.made()
-        before, lay = self._moment(tx), _lie(given)
         result = trace()
         with contextlib.suppress(UnlikeError):
             if _lie(given) != lay:  # the variables of a copy's arguments would not know
@@ -150,6 +150,7 @@ class Calls(Trace):
         kinds = tuple(_kind(one, given, output.side_effects) for one in args)
         return type(variable), variable.value_type, names, kinds, tuple(frames), ambient
 
+    @or_unlike
     def _moment(self, tx: Any) -> _Moment:
         output, effects = self.output, self.output.side_effects
         state = (
@@ -162,7 +163,7 @@ class Calls(Trace):
             len(effects.save_for_backward),
             len(output.installed_globals),
         )
-        last = next(reversed(output.graph.nodes), None)
+        last = next(iter(reversed(output.graph.nodes)), None)
         return _Moment(last, len(self.events), len(tx.num_calls), sum(tx.num_calls.values()), state)
 
     @or_unlike
