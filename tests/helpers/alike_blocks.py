@@ -98,9 +98,7 @@ def unlike(without: Seen, with_copies: Seen) -> list[Any]:
         found += [(one, other) for one, other in zip(nodes, others, strict=True) if one != other]
     found += [pair for pair in zip(without.given, with_copies.given, strict=True) if pair[0] != pair[1]]
     for guards, others in zip(without.guards, with_copies.guards, strict=True):
-        found += [
-            one for one in guards ^ others if "dict(type(" not in one
-        ]  # of classes, each guarded on for one module
+        found += [one for one in guards ^ others if "type(L[" not in one]  # of classes, each guarded on for one module
     return found
 
 
