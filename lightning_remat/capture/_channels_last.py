@@ -50,13 +50,10 @@ class ChannelsLast:
         self.convolutions = len(found) if _faster([_shapes(node) for node in found]) else 0
         if not self.convolutions:
             return
-        known: dict[Node, Node] = {}
         for node in found:
-            for number in (0, 1):
+            for number in (0, 1):  # each reads anew what may have been written to since
                 source = node.args[number]
-                if source not in known:
-                    known[source] = self._copied(source, node, _FORMATS[_example(source).dim()])
-                node.update_arg(number, known[source])
+                node.update_arg(number, self._copied(source, node, _FORMATS[_example(source).dim()]))
         output = module.graph.output_node()
         for source in output.all_input_nodes:
             if source.op != "placeholder" and _lies_plainly(source):

@@ -139,7 +139,11 @@ class Backend:
         self, module: torch.fx.GraphModule, handed: Callable[[], _Handed]
     ) -> Callable[..., Any] | None:
         """What runs a graph with its convolutions on tensors with channels last; ``None`` where it stays as it is."""
-        relaid = ChannelsLast(module)
+        try:
+            relaid = ChannelsLast(module)
+        except Exception as error:  # noqa: BLE001 - a convolution that cannot be timed, for lack of memory, say
+            log.info("%s keeps its tensors' layouts: %s", self.step.reasons.name or "The step", error)
+            return None
         if not relaid.convolutions:
             return None
         try:

@@ -105,6 +105,49 @@ def test_a_view_that_needs_the_layout_keeps_it(faster: list[int], caplog: pytest
     assert all(torch.allclose(one, two, rtol=1e-3, atol=1e-5) for one, two in zip(right, got, strict=True))
 
 
+class WrittenBetween(nn.Module):
+    """Two convolutions of one tensor, which is written to between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.sin()  # has channels first
+        with torch.no_grad():  # else what is written over is needed in the backward
+            y = self.second(x)
+        x.mul_(3.0)
+        return (y + self.first(self.third(x))).square().mean(), y
+
+
+def test_each_convolution_reads_what_is_there(faster: list[int]) -> None:
+    torch.manual_seed(1)
+    module = WrittenBetween()
+    other = copy.deepcopy(module)
+    _, right = trained(module, module)
+    step = rematerialize(other, budget=1.0, fuse="fast", time_limit=0.5)
+    _, got = trained(other, step)
+    assert step.runs == (1,) and not step.failures and faster == [3]
+    known = zip(right, got, strict=True)
+    assert all(one is two is None or torch.allclose(one, two, rtol=1e-3, atol=1e-5) for one, two in known)
+
+
+def test_what_cannot_be_timed_keeps_its_layout(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_memory(_: Any) -> bool:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(_channels_last, "_faster", no_memory)
+    module, other = modules()
+    _, right = trained(module, module)
+    step = rematerialize(other, budget=1.0, fuse="fast", time_limit=0.5)
+    with caplog.at_level("INFO", logger="lightning_remat"):
+        _, got = trained(other, step)
+    assert step.runs == (1,) and not step.failures and "keeps its tensors' layouts: no memory" in caplog.text
+    assert all(torch.allclose(one, two, rtol=1e-3, atol=1e-5) for one, two in zip(right, got, strict=True))
+
+
 def test_nothing_is_there_to_lay_otherwise(faster: list[int]) -> None:
     module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
     step = rematerialize(module, budget=1.0, fuse="fast", time_limit=0.5)

@@ -239,7 +239,7 @@ class Copy:
         self._nodes[node] = made
         if node in self._known.returned:
             result: Any = wrap_fx_proxy(self._tx, torch.fx.Proxy(made, tracer))
-            assert _is_like(made, node), "a tensor that lies otherwise"
+            assert is_as_it_was(made, node.meta["example_value"]), "a tensor that lies otherwise"
             result._is_name_set = self._known.returned[node]
             self._variables[made] = result
         elif self._known.anew:
@@ -255,16 +255,6 @@ class Copy:
             return variable
         node = variable.as_proxy().node
         return self._variables[self._nodes.get(node, node)]
-
-
-def _is_like(made: Node, node: Node) -> bool:
-    one, other = made.meta["example_value"], node.meta["example_value"]
-    return (one.dtype, one.shape, one.stride(), one.requires_grad) == (
-        other.dtype,
-        other.shape,
-        other.stride(),
-        other.requires_grad,
-    )
 
 
 def path(variable: Any) -> str:

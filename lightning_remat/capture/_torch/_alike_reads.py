@@ -345,7 +345,7 @@ def lies(tensor: torch.Tensor, written: bool = True) -> tuple[Any, ...]:
 
 
 def is_as_it_was(node: torch.fx.Node, tensor: torch.Tensor) -> bool:
-    """Whether a tensor that the graph is given still lies, while it is traced, as it is given."""
+    """Whether a node's tensor lies, while it is traced, as another: one that the graph is given, as it is given."""
     found = node.meta["example_value"]
     return all(type(size) is int for size in found.shape) and (
         (found.dtype, tuple(found.shape), found.stride(), found.requires_grad)
