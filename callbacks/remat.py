@@ -13,7 +13,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
@@ -45,6 +45,9 @@ DDP_SETTLES = 2
 
 FIRST_STEPS = 3
 """Steps that are measured after each new plan on CUDA, where that costs nothing: the allocator keeps its peak."""
+
+MOST_SHOWN = 4
+"""New plans that are shown and saved each; of more (a step of many parts), the one with the largest peak."""
 
 SHOWN = 3
 """Parameters that a warning names, at most."""
@@ -215,11 +218,12 @@ class RematCallback(Callback):
                 "this Trainer has more than one RematCallback: give one, only one of them can run the step"
             )
         strategy = trainer.strategy
-        supported = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy))
+        supported = isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy))
         if not supported or isinstance(strategy, DeepSpeedStrategy):
             raise ConfigError(
-                f"RematCallback works on one device and with DDP so far, and this Trainer uses {type(strategy).__name__}: use "
-                "Trainer(strategy='auto') or Trainer(strategy='ddp'), or take the callback out."
+                f"RematCallback works on one device, with DDP and with FSDP2, and this Trainer uses {type(strategy).__name__}: "
+                "use Trainer(strategy='auto') or Trainer(strategy='ddp'), or shard the model by fully_shard in its "
+                "configure_model and use Trainer(strategy=ModelParallelStrategy(...)), or take the callback out."
             )
         device = strategy.root_device
         if device.type not in ("cpu", "cuda"):
@@ -301,6 +305,8 @@ class RematCallback(Callback):
         interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         due = interval > 0 and (steps_logged(trainer) + 1) % interval == 0
         due = due and not accumulates(trainer)
+        if self._step.to_be_measured and trainer.strategy.root_device.type == "cpu":
+            return  # there is one profiler, and the memory beside the step's graphs is not known yet
         if not (self._measure_next or (due and self._step.plans)):
             return
         device = trainer.strategy.root_device
@@ -356,16 +362,25 @@ class RematCallback(Callback):
         """Print, log and save the plans that are new."""
         if self._step is None:
             return
-        for number, plan in enumerate(self._step.plans[self._announced :], start=self._announced + 1):
-            # Measure a later step, since planning has disturbed this one; where that costs nothing, a few of them.
-            self._measure_next = FIRST_STEPS if trainer.strategy.root_device.type == "cuda" else 1
-            if number == 1:
+        new = list(enumerate(self._step.plans[self._announced :], start=self._announced + 1))
+        if not new:
+            return
+        # Measure a later step, since planning has disturbed this one; where that costs nothing, a few of them.
+        self._measure_next = FIRST_STEPS if trainer.strategy.root_device.type == "cuda" else 1
+        largest = max(new, key=lambda one: one[1].predicted_peak_bytes)
+        for number, plan in new if len(new) <= MOST_SHOWN else [largest]:
+            if self._announced == 0:
                 show_plan(trainer, plan)
             else:
                 rank_zero_info(f"{plan.graph.name}: {plan.summary()}")
+            self._announced = number
             log_metrics(trainer, plan_metrics(plan))
             if self.config.artifacts:
                 write_plan(trainer, plan, number, self._folder)
+        if len(new) > MOST_SHOWN:
+            rank_zero_info(
+                f"{largest[1].graph.name}: {len(new)} plans in all, for its parts; this is the one with the largest peak"
+            )
         self._announced = len(self._step.plans)
 
     def _tell_what_is_left_out(self, module: pl.LightningModule, step: ScheduledStep) -> None:

@@ -27,7 +27,7 @@ from lightning_remat.callbacks.distributed import (
 from lightning_remat.callbacks.optimizer_state import optimizer_state_bytes
 from lightning_remat.callbacks.own_state import OwnState
 from lightning_remat.measure import held_bytes
-from lightning_remat.planner import AtHand, RematConfig, Surroundings
+from lightning_remat.planner import AtHand, RematConfig, Surroundings, with_shards
 from lightning_remat.runtime import ScheduledStep
 
 
@@ -168,7 +168,7 @@ def surroundings(trainer: pl.Trainer, module: pl.LightningModule, reserve: int =
     device = trainer.strategy.root_device
     in_buckets = gradients_in_buckets(trainer)  # then gradients take no memory of their own
     state = optimizer_state_bytes(trainer.optimizers, device)
-    return Surroundings(
+    around = Surroundings(
         module_bytes=held_bytes(module, device=device),
         trainable_bytes=held_bytes([p for p in module.parameters() if p.requires_grad], device=device),
         resident_bytes=state + bucket_bytes(trainer) + reserve,
@@ -178,6 +178,7 @@ def surroundings(trainer: pl.Trainer, module: pl.LightningModule, reserve: int =
         state_bytes=max(0, state - held_bytes(trainer.optimizers, device=device)),
         kept_free_bytes=reserve,
     )
+    return with_shards(around, [module], device)
 
 
 def _accumulates(trainer: pl.Trainer) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from lightning_remat.errors import ConfigError
 from lightning_remat.measure import held_bytes
-from lightning_remat.planner import Plan, RematConfig, Surroundings
+from lightning_remat.planner import Plan, RematConfig, Surroundings, with_shards
 from lightning_remat.runtime import ScheduledStep
 
 
@@ -171,13 +171,14 @@ def rematerialize(
     def surroundings() -> Surroundings:
         trainable = [p for module in modules for p in module.parameters() if p.requires_grad]
         device = _main_device(modules)
-        return Surroundings(
+        around = Surroundings(
             module_bytes=held_bytes(*modules, device=device),
             trainable_bytes=held_bytes(trainable, device=device),
             resident_bytes=resident_bytes,
             old_gradients=old_gradients,
             held_bytes=held_bytes(*modules, gradients=True, device=device) + resident_bytes,
         )
+        return with_shards(around, modules, device)
 
     step = ScheduledStep(function, config, surroundings=surroundings, name=name, shared=True)
     again = functools.partial(

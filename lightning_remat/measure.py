@@ -375,7 +375,8 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
         return
     if hasattr(tensor, "__tensor_flatten__"):
         names: list[str] = tensor.__tensor_flatten__()[0]
-        parts: list[Any] = [getattr(tensor, name) for name in names]
+        inner: list[Any] = [getattr(tensor, name) for name in names]  # a distributed tensor's mesh is among them
+        parts = [part for part in inner if isinstance(part, torch.Tensor)]
     elif tensor.layout is torch.sparse_coo:
         parts = [tensor._indices(), tensor._values()]
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -12,6 +12,7 @@ of them (`adds_elsewhere`).
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ from torch.fx import Node
 from lightning_remat.capture._torch import (
     OpOverload,
     argument_of,
+    output_described,
+    output_of_tangent,
     overwritten,
     runs_in_forward,
     sources_of_gradients,
@@ -50,7 +53,7 @@ def split_sums(graph: torch.fx.Graph, num_fwd_outputs: int) -> Sums:
     outputs = list(output.args[0])  # type: ignore[arg-type]
     descriptions = list(output.meta.get("desc") or [])
     found: dict[int, tuple[int, ...]] = {}
-    forward = _forward_ops(graph)
+    forward = _Forward.of(graph, num_fwd_outputs)
     for index, argument, primal in list(_gradients(graph, num_fwd_outputs)):
         first, *others = _summands(outputs[index], primal, forward)[0]
         if others:
@@ -76,7 +79,7 @@ def mark_sums(graph: torch.fx.Graph, num_fwd_outputs: int) -> Sums:
     outputs: Any = graph.output_node().args[0]
     position = len(outputs) - num_fwd_outputs
     found: dict[int, tuple[int, ...]] = {}
-    forward = _forward_ops(graph)
+    forward = _Forward.of(graph, num_fwd_outputs)
     for index, argument, primal in _gradients(graph, num_fwd_outputs):
         try:
             _, sums = _summands(outputs[index], primal, forward)
@@ -206,19 +209,35 @@ def refuse_written_views(graph: torch.fx.Graph, num_fwd_outputs: int, views: fro
         )
 
 
-_ForwardOps = Mapping[Any, Sequence[Node]]
-"""The ops of a joint graph's forward, by autograd's number for them."""
+@dataclasses.dataclass(frozen=True)
+class _Forward:
+    """The forward of a joint graph.
+
+    Attributes:
+        ops: its ops, by autograd's number for them.
+        outputs: the results that later code is given, by their tangents.
+    """
+
+    ops: Mapping[Any, Sequence[Node]]
+    outputs: Mapping[Node, Node]
+
+    @classmethod
+    def of(cls, graph: torch.fx.Graph, num_fwd_outputs: int) -> _Forward:
+        """That of a graph."""
+        ops: dict[Any, list[Node]] = {}
+        for node in graph.nodes:
+            if runs_in_forward(node):
+                ops.setdefault(node.meta.get("seq_nr"), []).append(node)
+        output = graph.output_node()
+        results: Any = output.args[0]
+        places = [output_described(described) for described in (output.meta.get("desc") or [])[:num_fwd_outputs]]
+        by_place = {place: node for place, node in zip(places, results, strict=False) if place is not None}
+        tangents = {node: output_of_tangent(node) for node in graph.nodes if node.op == "placeholder"}
+        outputs = {node: by_place[place] for node, place in tangents.items() if isinstance(by_place.get(place), Node)}
+        return cls(ops, outputs)
 
 
-def _forward_ops(graph: torch.fx.Graph) -> _ForwardOps:
-    found: dict[Any, list[Node]] = {}
-    for node in graph.nodes:
-        if runs_in_forward(node):
-            found.setdefault(node.meta.get("seq_nr"), []).append(node)
-    return found
-
-
-def _summands(gradient: Node, primal: Node, forward: _ForwardOps) -> tuple[list[Node], list[Node]]:
+def _summands(gradient: Node, primal: Node, forward: _Forward) -> tuple[list[Node], list[Node]]:
     """The summands that autograd adds up at ``primal``, in its order, and the nodes that add the second, the third, ...
 
     Where an op that reads ``primal`` passes on the gradient of its result as it is (an addition does), that gradient
@@ -238,10 +257,14 @@ def _summands(gradient: Node, primal: Node, forward: _ForwardOps) -> tuple[list[
             "weights too: their gradients would be added in another order than in eager mode"
         )
     uses = {node for node in primal.users if runs_in_forward(node)}
-    first = _handed_on_by(chain[0], uses, forward)
+    handed_on = [_handed_on_by(summand, uses, forward) for summand in chain]
+    known = {use for summand in chain for use in forward.ops.get(summand.meta.get("seq_nr"), ())}.union(*handed_on)
+    if len(chain) == sum(_reads(use, primal) for use in uses) and uses <= known:
+        return chain, sums[1:]  # each use has given one of them
+    first = handed_on[0]
     together = 1
-    while together < len(chain) and first & _handed_on_by(chain[together], uses, forward):
-        if len(first | _handed_on_by(chain[together], uses, forward)) > 1:
+    while together < len(chain) and first & handed_on[together]:
+        if len(first | handed_on[together]) > 1:
             raise CaptureError(
                 f"the gradients of {primal.name} that are added up in this part of the step, and those of later parts, would "
                 "be added in another order than in eager mode"
@@ -250,19 +273,30 @@ def _summands(gradient: Node, primal: Node, forward: _ForwardOps) -> tuple[list[
     return [sums[together - 1], *chain[together:]], sums[together:]
 
 
-def _handed_on_by(summand: Node, uses: Collection[Node], forward: _ForwardOps) -> set[Node]:
+def _reads(use: Node, primal: Node) -> int:
+    """How often an op is given a tensor."""
+    found: list[Node] = []
+    torch.fx.node.map_arg((use.args, use.kwargs), found.append)
+    return found.count(primal)
+
+
+def _handed_on_by(summand: Node, uses: Collection[Node], forward: _Forward) -> set[Node]:
     """The ops among ``uses`` that passed a summand on as it is; none, where the backward of such an op made it."""
-    left = list(forward.get(summand.meta.get("seq_nr"), ()))
-    if any(node in uses for node in left):
+    made_by = forward.ops.get(summand.meta.get("seq_nr"), ())
+    if summand in forward.outputs:  # a tangent: later code made it
+        made_by, left = (), [forward.outputs[summand]]
+    else:
+        left = [source for node in made_by for source in node.all_input_nodes]
+    if any(node in uses for node in made_by):
         return set()
-    found, seen = set(), set(left)
+    found, seen = set(), set(made_by)
     while left:
-        for source in left.pop().all_input_nodes:
-            if _hands_on(source) and source not in seen:
-                seen.add(source)
-                if source in uses:
-                    found.add(source)
-                left.append(source)
+        source = left.pop()
+        if _hands_on(source) and source not in seen:
+            seen.add(source)
+            if source in uses:
+                found.add(source)
+            left += source.all_input_nodes
     return found
 
 

@@ -28,6 +28,7 @@ class Surroundings:
         held_bytes: the part of all this that the process holds already.
         state_bytes: the part of ``resident_bytes`` that is allocated after the first step (the optimizer's state).
         kept_free_bytes: the part of ``resident_bytes`` that something else will need, and does not hold now.
+        sharded: whether graphs are given whole parameters that are let go after them (see `with_shards`).
     """
 
     module_bytes: int = 0
@@ -38,6 +39,7 @@ class Surroundings:
     held_bytes: int = 0
     state_bytes: int = 0
     kept_free_bytes: int = 0
+    sharded: bool = False
 
     def put_around(
         self,
@@ -59,6 +61,8 @@ class Surroundings:
                 are there already.
             kept_bytes: what the forwards of the earlier ones leave behind (`Timeline.saved_bytes`).
         """
+        if self.sharded:  # gradients leave as shards, which are counted as resident
+            weights, earlier, later = {}, [(other, {}) for other, _ in earlier], ()
         graph = captured.graph
         graphs = [other for other, _ in earlier]
         others = max(0, self.trainable_bytes - sum(weights.values()))  # gradients of parameters outside this graph

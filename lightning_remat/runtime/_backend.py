@@ -256,7 +256,8 @@ class _Handed:
         self._step, self._shared = backend.step, backend.shared
         self._module, self._inputs, self._code = module, inputs, code
         self._in_checkpoints = in_checkpoints
-        self._whole = internals.is_whole_function(module, inputs)
+        sharded = backend.step.plans.planning.surroundings().sharded  # then it is one of several: hooks stand between
+        self._whole = internals.is_whole_function(module, inputs) and not sharded
         self._reading = _Reading(
             backend.step.reasons.name,
             draws_anew=any(node.kwargs.get("preserve_rng_state", True) is False for node in in_checkpoints),

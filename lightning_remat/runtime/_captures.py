@@ -20,6 +20,7 @@ from lightning_remat.capture import _torch as internals
 from lightning_remat.capture._buffers import buffers_are_known
 from lightning_remat.capture._compiled import compiled_stays, is_compiled, name_of
 from lightning_remat.capture._constants import constants_are_known
+from lightning_remat.capture._cut import CODES, calls_units, cut, name_as
 from lightning_remat.capture._early import Early
 from lightning_remat.capture._hook_order import hooks_in_order
 from lightning_remat.capture._masks import masks_as_in_eager_mode
@@ -74,6 +75,8 @@ class Captures:
         dynamic_sources: Callable[[], str],
     ) -> None:
         self._packing = True
+        self._units = internals.UnitCalls()
+        self._pieces: dict[types.CodeType, Sequence[torch.fx.Node]] = {}
         self.early = Early(function, self._found_early)
         self._code: types.CodeType | None = None  # of the frame that is being captured
         self._function, self._backend = function, backend
@@ -98,15 +101,24 @@ class Captures:
             )
 
     def _compile(self, symbolic: bool) -> None:
+        self._backends: dict[bool, Callable[..., Any]] = {}
         self._static = self._compiled_with(symbolic=False)
         self._symbolic = self._compiled_with(symbolic=True) if symbolic else None
 
     def _compiled_with(self, symbolic: bool) -> Callable[..., Any]:
         # A backend of its own for each: Dynamo shares what it captured for equal backends, as bound methods would be.
-        backend = functools.partial(self._hand_over, symbolic=symbolic)
-        return internals.compile_frame(self._function, backend, self._tracing, self._left_codes, symbolic=symbolic)
+        self._backends[symbolic] = functools.partial(self._hand_over, symbolic=symbolic)
+        return self._compiled_for(self._function, symbolic)
+
+    def _compiled_for(self, function: Callable[..., Any], symbolic: bool) -> Callable[..., Any]:
+        backend, around = self._backends[symbolic], functools.partial(self._tracing, symbolic=symbolic)
+        return internals.compile_frame(function, backend, around, self._left_codes, CODES, self._units.waits, symbolic)
 
     def _hand_over(self, module: torch.fx.GraphModule, inputs: Sequence[Any], symbolic: bool) -> Callable[..., Any]:
+        if calls_units(module):
+            return cut(module, functools.partial(self._compiled_for, symbolic=symbolic), self._pieces)
+        if self._code in self._pieces:
+            name_as(self._pieces[self._code], module)
         return self._backend(module, inputs, symbolic, self._code)
 
     def anew(self) -> None:
@@ -127,6 +139,10 @@ class Captures:
             self._static_shapes[shapes] = None
             return self._static, False, []
         return self._symbolic, True, list(zip(leaves, varying(shapes, alike), strict=True))
+
+    def called(self) -> None:
+        """A call is over."""
+        self._units.forget_hooks()
 
     def known_static(self, shapes: Shapes) -> None:
         """Calls of these shapes are captured on their own."""
@@ -149,7 +165,7 @@ class Captures:
         self._call.batch |= {id(tensor)}
 
     @contextlib.contextmanager
-    def _tracing(self, code: types.CodeType) -> Iterator[None]:
+    def _tracing(self, code: types.CodeType, symbolic: bool) -> Iterator[None]:
         """Open while Dynamo captures a frame of the function, and its graphs are planned."""
         around, self._code = self._code, code
         with (
@@ -164,6 +180,7 @@ class Captures:
             packed_sequences(self.early) if self._packing else contextlib.nullcontext(),
             compiled_stays(lambda called: self._compiled.update({id(called): called})),
             internals.alike_modules(),
+            self._units.as_nodes(symbolic),
         ):
             try:
                 yield

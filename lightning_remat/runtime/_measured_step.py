@@ -23,6 +23,8 @@ class MeasuredStep:
 
     Args:
         device: the device that the step runs on; one that `possible` allows.
+        reduces: whether gradients are reduced after the backward of the first graph, which takes memory too: what runs then
+            counts as a part of that.
     """
 
     @staticmethod
@@ -34,7 +36,8 @@ class MeasuredStep:
         """
         return device.type == "cuda" or threading.current_thread() is threading.main_thread()
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, reduces: bool = False) -> None:
+        self._reduces, self._complete = reduces, False
         self._thread = threading.get_ident()
         self._updates = 0
         self._open = contextlib.ExitStack()
@@ -54,8 +57,12 @@ class MeasuredStep:
         if self._over:
             return
         self._peak.mark()
-        self._labels.append((position if phase == "forward" else position - 1, OUTSIDE))
-        self._over = phase == "backward" and position == 0
+        self._complete = phase == "backward" and position == 0
+        if self._complete and self._reduces:
+            self._labels.append((position, phase))
+        else:
+            self._labels.append((position if phase == "forward" else position - 1, OUTSIDE))
+        self._over = self._complete and not self._reduces
 
     def end(self) -> None:
         """End the measurement: the step is over, or will not be completed."""
@@ -68,14 +75,14 @@ class MeasuredStep:
 
     def give_way(self) -> None:
         """End the measurement for another one: the step counts as unmeasured, unless it was over."""
-        self._cut_short = self._cut_short or not self._over
+        self._cut_short = self._cut_short or not self._complete
         self._stop()
 
     def _before_update(self, *_: object) -> None:
         if self._thread != threading.get_ident():
             return
         self._updates += 1
-        if self._over:  # otherwise it is another network that is updated
+        if self._complete:  # otherwise it is another network that is updated
             self._stop()  # the hook itself cannot be removed while hooks are called
         elif self._updates == MOST_UPDATES:  # perhaps no backward comes
             self.give_way()

@@ -12,10 +12,11 @@ import torch
 from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.errors import InfeasibleBudgetError
 from lightning_remat.measure import held_bytes
-from lightning_remat.planner._beside import NOTHING_BESIDE, measured_beside, peak_beside
+from lightning_remat.planner._beside import NOTHING_BESIDE, Beside, measured_beside, peak_beside
+from lightning_remat.planner._plan_cache import fingerprint
 from lightning_remat.report import format_bytes
 from lightning_remat.runtime._call import Call, Shapes, leaves_a_loss_to_do
-from lightning_remat.runtime._graph import Graph
+from lightning_remat.runtime._graph import Graph, Path
 from lightning_remat.runtime._measured_step import MeasuredStep
 from lightning_remat.runtime._paths import Paths
 from lightning_remat.runtime._plans import Plans
@@ -58,11 +59,17 @@ class Measuring:
         self._wanted: Recent[Shapes, int] = Recent()  # how many more calls of these shapes are measured
         self._now: _Measured | None = None
         self._left_anew = False
+        self._measured = 0  # steps that were planned with
 
     @property
     def step(self) -> MeasuredStep | None:
         """The measurement of the present call; ``None`` if it is not measured."""
         return self._now.step if self._now is not None else None
+
+    @property
+    def wanted(self) -> bool:
+        """Whether the next call is to be measured, if it is given the shapes of the last one."""
+        return bool(self._wanted.get(self._call.shapes))
 
     def left_anew(self) -> None:
         """A part of the step runs in eager mode from now on: what it holds is to be measured beside the graphs."""
@@ -76,7 +83,7 @@ class Measuring:
         device = self._plans.graphs[-1].captured.device
         if MeasuredStep.possible(device):
             at_start = self._held_at_start() + held_bytes(leaves, device=device)
-            self._now = _Measured(MeasuredStep(device), shapes, at_start)
+            self._now = _Measured(MeasuredStep(device, self._sharded), shapes, at_start)
 
     def returned(self, shapes: Shapes, result: Any) -> None:
         """After a call: have the next ones of these shapes measured if more runs in a step than one captured graph."""
@@ -119,10 +126,10 @@ class Measuring:
         self._wanted[shapes] = (self._wanted.get(shapes) or 1) - 1
         plans = [self._plans.all[number] for _, number in measured.ran]
         known = [self._paths.planned_beside.get(number, NOTHING_BESIDE) for _, number in measured.ran]
-        found = tuple(map(measured_beside, plans, known, held))
+        most = max(nbytes or 0 for one in held for nbytes in dataclasses.astuple(one))
+        found, most = self._agreed(path, tuple(map(measured_beside, plans, known, held)), most)
         before = max(plan.predicted_peak_bytes for plan in plans)
         after = max(map(peak_beside, plans, known, found))
-        most = max(nbytes or 0 for one in held for nbytes in dataclasses.astuple(one))
         settled = most <= plans[0].budget_bytes and abs(after - before) <= SETTLED * before
         if settled or self._paths.another_begins_alike(shapes, path):
             self._wanted[shapes] = 0
@@ -145,11 +152,28 @@ class Measuring:
         self._paths.settle(shapes, path)
 
     def _possible(self) -> bool:
-        if not self._call.ran or self._plans.planning.agreement is not None or self._several_backwards:
+        if not self._call.ran or self._several_backwards:
+            return False
+        if self._plans.planning.agreement is not None and not self._sharded:
             return False
         if any(graph.accumulator is not None for graph in self._call.path):  # the graph is known to be the whole step
             return False
         return all(graph.sized is None and graph.captured.device.type in ("cpu", "cuda") for graph in self._call.path)
+
+    @property
+    def _sharded(self) -> bool:
+        """Whether parameters are shards: all processes run the same steps at the same time then, and measure the same."""
+        return self._plans.graphs[-1].around.sharded
+
+    def _agreed(self, path: Path, found: tuple[Beside, ...], most: int) -> tuple[tuple[Beside, ...], int]:
+        """What the process has measured that asks first, of those that train together: all go by the same."""
+        agreement = self._plans.planning.agreement
+        if agreement is None:
+            return found, most
+        self._measured += 1
+        question = f"beside {self._measured} {fingerprint(path[0].captured.graph, len(path))}"
+        beside, most = agreement.once(question, lambda: [[dataclasses.astuple(one) for one in found], most])
+        return tuple(Beside(*one) for one in beside), most
 
     def _held_at_start(self) -> int:
         """Bytes on the device when a step begins, as far as known, without the tensors that it is given."""

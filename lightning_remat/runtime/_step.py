@@ -211,6 +211,8 @@ class ScheduledStep:
                 result = compiled(*args, **kwargs)
         except Stop as stop:
             raise stop.error from stop.error.__cause__
+        finally:
+            self._captures.called()
         early = self._captures.early.tensors
         if len(given) + len(early) > len(leaves):  # more early tensors were found: count them as the next call will
             self._call.shapes = shapes_of([*given, *early])
@@ -314,6 +316,11 @@ class ScheduledStep:
         for accumulator in accumulators:
             accumulator.alone = alone
         return alone
+
+    @property
+    def to_be_measured(self) -> bool:
+        """Whether the step itself is going to measure one of the next calls: what is held beside its graphs."""
+        return self._measuring.wanted
 
     @property
     def recorded(self) -> bool:

@@ -45,6 +45,7 @@ if TYPE_CHECKING or not unknown_torch():
     from lightning_remat.capture._torch._descriptors import (
         argument_of,
         is_parameter,
+        output_described,
         output_of_tangent,
         overwritten,
         runs_in_forward,
@@ -94,6 +95,7 @@ if TYPE_CHECKING or not unknown_torch():
     from lightning_remat.capture._torch._symbols import computed, expression, free_symbols, hint, largest, substitute
     from lightning_remat.capture._torch._tensors import copied, tensor_leaves
     from lightning_remat.capture._torch._tracing import collected, tracing, uncollected
+    from lightning_remat.capture._torch._units import UnitCalls, shards_of, unit_of
     from lightning_remat.capture._torch._variables import (
         BaseListVariable,
         BuiltinVariable,
@@ -154,6 +156,7 @@ __all__ = [
     "TupleVariable",
     "Unavailable",
     "Uncompiled",
+    "UnitCalls",
     "UnspecializedNNModuleVariable",
     "UserFunctionVariable",
     "VariableBuilder",
@@ -212,6 +215,7 @@ __all__ = [
     "needs_kept",
     "observed_ops",
     "on_backward",
+    "output_described",
     "output_of_tangent",
     "overwritten",
     "profilers_counting",
@@ -228,6 +232,7 @@ __all__ = [
     "run_on_cpu",
     "runs_in_forward",
     "set_allocator_settings",
+    "shards_of",
     "sizes_from_floats",
     "source_name",
     "sources_of_gradients",
@@ -238,6 +243,7 @@ __all__ = [
     "turned_off",
     "uncollected",
     "unimplemented",
+    "unit_of",
     "unknown_torch",
     "unwritten",
     "varying",

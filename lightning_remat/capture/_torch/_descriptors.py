@@ -37,7 +37,11 @@ def output_of_tangent(node: torch.fx.Node) -> int | None:
 
 def output_of(description: Any) -> int | None:
     """The same by the tangent's descriptor."""
-    output = getattr(description, "output", None)
+    return output_described(getattr(description, "output", None))
+
+
+def output_described(output: Any) -> int | None:
+    """The position of an output among a captured function's, by its descriptor; ``None`` for what is none of these."""
     if isinstance(output, IntermediateBaseAOTOutput):  # of several outputs that are views of one tensor
         output = output.base_of
     return output.idx if isinstance(output, PlainAOTOutput) else None

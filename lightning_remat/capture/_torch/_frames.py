@@ -35,6 +35,8 @@ def compile_frame(
     backend: Callable[..., Any],
     around: Around,
     left: Container[types.CodeType] = (),
+    through: Container[types.CodeType] = (),
+    again: Callable[[], bool] = bool,
     symbolic: bool = False,
 ) -> Callable[..., Any]:
     """``function`` captured by Dynamo: for each set of shapes, or with symbols for the sizes that vary (see `varying`).
@@ -45,12 +47,14 @@ def compile_frame(
         around: gives a context, by the frame's code, that is open while a frame is captured, planned and lowered, and
             at no other time (see `tracing`).
         left: code of frames that are not captured (any more), nor what they call; asked when a frame is met.
+        through: code of frames that are not captured, though what they call is.
+        again: asked when a frame could not be captured: whether it is to be tried again the next time.
         symbolic: whether sizes may be symbols.
     """
     context: Any = torch._dynamo.optimize(backend=backend, dynamic=None if symbolic else False)
     if not hasattr(context, "callback"):  # turned off
         return function
-    context.callback = _Capture(context.callback, around, left)
+    context.callback = _Capture(context.callback, around, left, through, again)
     compiled: Callable[..., Any] = context(function)
     return compiled
 
@@ -68,20 +72,33 @@ def turned_off() -> str:
 class _Capture:
     """What Dynamo calls when it meets a frame for which it has no code."""
 
-    def __init__(self, capture: Any, around: Around, left: Container[types.CodeType]) -> None:
+    def __init__(
+        self,
+        capture: Any,
+        around: Around,
+        left: Container[types.CodeType],
+        through: Container[types.CodeType],
+        again: Callable[[], bool],
+    ) -> None:
         self._torchdynamo_orig_backend = (
             capture  # Dynamo's own wrappers have this name for it: it tells captured code apart by what it finds there
         )
         self._around = around
-        self._left = left
+        self._left, self._through, self._again = left, through, again
 
     def __call__(self, frame: Any, *args: Any) -> Any:
-        if frame.f_code in self._left:
-            own: Any = dynamo_types
-            skip = own.FrameExecStrategy(own.FrameAction.SKIP, own.FrameAction.SKIP)
-            return own.ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=False)
+        own: Any = dynamo_types
+        left = frame.f_code in self._left
+        if left or frame.f_code in self._through:
+            called = own.FrameAction.SKIP if left else own.FrameAction.DEFAULT
+            skip = own.FrameExecStrategy(own.FrameAction.SKIP, called)
+            return own.ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=not left)
         with compile_lock, self._around(frame.f_code):
-            return self._torchdynamo_orig_backend(frame, *args)
+            found = self._torchdynamo_orig_backend(frame, *args)
+        if found.guarded_code is None and self._again():
+            skip = own.FrameExecStrategy(own.FrameAction.SKIP, own.FrameAction.DEFAULT)
+            return own.ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=False)
+        return found
 
 
 @contextlib.contextmanager

@@ -38,14 +38,14 @@ NAMES = {
     "torch._dynamo.eval_frame": "OptimizedModule _stance.stance",
     "torch._dynamo.exc": "RestartAnalysis TensorifyScalarRestartAnalysis TorchDynamoException unimplemented",
     "torch._dynamo.external_utils": "is_compiling",
-    "torch._dynamo.guards": "GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT _get_closure_vars install_guard",
+    "torch._dynamo.guards": "GuardBuilder.ID_MATCH GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT _get_closure_vars install_guard",
     "torch._dynamo.side_effects": "SideEffects.mutation SideEffects.store_attr",
     "torch._dynamo.source": "AttrSource ConstantSource GlobalSource TensorProperty.SIZE TensorPropertySource",
     "torch._dynamo.symbolic_convert": "InstructionTranslator.current_tx InstructionTranslatorBase._format_value "
-    "TensorifyState.clear "
+    "InstructionTranslatorBase.maybe_has_backedge TensorifyState.clear "
     "TensorifyState.should_specialize TensorifyState.specialize compare_op_handlers",
     "torch._dynamo.types": "ConvertFrameReturn FrameAction.SKIP FrameExecStrategy",
-    "torch._dynamo.utils": "counters get_fake_value get_compilation_metrics warn_once",
+    "torch._dynamo.utils": "counters get_fake_value get_compilation_metrics proxy_args_kwargs warn_once",
     "torch._dynamo.variables.base": "AttributeMutationExisting ValueMutationExisting VariableTracker._nonvar_fields "
     "VariableTracker.build VariableTracker.visit",
     "torch._dynamo.variables.builder": "TrackedFake VariableBuilder.__call__ VariableBuilder._wrap "
@@ -96,7 +96,7 @@ NAMES = {
     "_softmax_backward_data.default _to_copy.default _unsafe_view.default add.Tensor._dispatch_cache "
     "add.Tensor._op add.Tensor._op_dk add.Tensor._schema add.Tensor.py_kernels",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
-    "torch.utils._pytree": "tree_leaves tree_map_only",
+    "torch.utils._pytree": "tree_flatten tree_leaves tree_map tree_map_only tree_unflatten",
     "torch.utils._sympy.interp": "sympy_interp",
     "torch.utils._sympy.numbers": "int_oo",
     "torch.utils._sympy.reference": "PythonReferenceAnalysis",
@@ -108,12 +108,13 @@ LATER_NAMES = {
     "torch": "_from_functional_tensor _functionalize_unsafe_set _to_functional_tensor",
     "torch.Tensor": "_is_zerotensor",
     "torch._dynamo.symbolic_convert": "get_funcname",
+    "torch.distributed.fsdp": "FSDPModule._get_fsdp_state",
     "torch._inductor.async_compile": "AsyncCompile.wait",
     "torch._inductor.compile_fx": "compile_fx_inner",
     "torch._inductor.decomposition": "select_decomp_table",
 }
 """Likewise, names without which it goes on: ops are not fused then (these are imported there, since that takes long), or each
-is traced, those that come again as well, or Dynamo reads more files."""
+is traced, those that come again as well, or Dynamo reads more files, or sharded networks run as before."""
 
 SHOWN = 4
 """The most missing names that a message gives."""
