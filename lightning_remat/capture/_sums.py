@@ -232,8 +232,11 @@ class _Forward:
         results: Any = output.args[0]
         places = [output_described(described) for described in (output.meta.get("desc") or [])[:num_fwd_outputs]]
         by_place = {place: node for place, node in zip(places, results, strict=False) if place is not None}
-        tangents = {node: output_of_tangent(node) for node in graph.nodes if node.op == "placeholder"}
-        outputs = {node: by_place[place] for node, place in tangents.items() if isinstance(by_place.get(place), Node)}
+        outputs: dict[Node, Node] = {}
+        for node in graph.find_nodes(op="placeholder"):
+            place = output_of_tangent(node)
+            if place is not None and isinstance(by_place.get(place), Node):
+                outputs[node] = by_place[place]
         return cls(ops, outputs)
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from lightning_remat.allocator import Footprint, footprint_together
 from lightning_remat.budget import BudgetKind, parse_budget
@@ -61,12 +61,16 @@ MOST_CHOICES = 400
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One graph of a step, with costs, and the memory beside it: what is known (``around``), and what was measured."""
+    """One graph of a step, with costs, and the memory beside it: what is known (``around``), and what was measured.
+
+    ``curve`` has the schedules that it was given to choose from when it was planned before; they are added to it.
+    """
 
     captured: CapturedGraph
     weights: Weights
     around: Surroundings
     beside: Beside = NOTHING_BESIDE
+    curve: list[Schedule] = dataclasses.field(default_factory=list)
 
     @property
     def graph(self) -> ComputationGraph:
@@ -229,36 +233,53 @@ def _planned_together(
         raise InfeasibleBudgetError(budget, peak(smallest()), timeline.peak_op, timeline.peak_module)
 
     chosen = list(choice.options)
-    plans: list[Plan] = []
-    interrupted = False
-    solving = dataclasses.replace(
-        config, budget=budget, time_limit=(1 - CURVES_SHARE) * config.time_limit / len(parts), background=False
-    )
-    for i in range(len(parts)):
+
+    def room(i: int) -> ComputationGraph:
+        """Graph i beside all that the present choice of schedules keeps, and needs later."""
         kept = sum(option.kept_bytes for option in chosen[:i])
-        room = needing(beside(i, kept), _needed_by_later(i, alone[i], chosen, free))
-        given = _recorded(room, chosen[i].schedule, budget)
-        plan = given
-        if given.rematerializes and i >= len(fixed) and not interrupted:
-            say(f"solving graph {i + 1} of {len(parts)}")
-            try:
-                found = make_plan(room, solving, held_bytes=held_bytes, progress=progress, cache=cache)
-            except InfeasibleBudgetError as error:
-                given = dataclasses.replace(given, notes=(*given.notes, f"alone: {error}"))
-            else:
-                # What a schedule evaluates after `OUTSIDE` is kept too, and was not counted in its room.
-                others = [*chosen[:i], _option(alone[i], found.schedule), *chosen[i + 1 :]]
-                better = found.predicted_seconds < given.predicted_seconds
-                alone_as_good = len(parts) == 1 and found.predicted_seconds == given.predicted_seconds  # with a bound
-                if (better or alone_as_good) and max(_peaks(others, free)) <= budget:
-                    plan = found
-                interrupted = interrupted or INTERRUPTED in found.notes
-        chosen[i] = _option(alone[i], plan.schedule)
-        plans.append(plan)
+        return needing(beside(i, kept), _needed_by_later(i, alone[i], chosen, free))
+
+    def taken(i: int, schedule: Schedule) -> bool:
+        """Choose a schedule for graph i, if all fit with it: what it evaluates after `OUTSIDE` is kept, and not in its room."""
+        option = _option(alone[i], schedule)
+        fits = max(_peaks([*chosen[:i], option, *chosen[i + 1 :]], free)) <= budget
+        if fits:
+            chosen[i] = option
+        return fits
+
+    plans = [_recorded(room(i), option.schedule, budget) for i, option in enumerate(chosen)]
+    alike: dict[tuple[int, Schedule], list[int]] = {}
+    for i, plan in enumerate(plans):
+        if plan.rematerializes and i >= len(fixed):
+            alike.setdefault((id(parts[i].captured), plan.schedule), []).append(i)
+    # Of the places of one graph for which the same was chosen, the first and the last are solved; the others take that.
+    solved = {i: key for key, places in alike.items() for i in (places[0], places[-1])}
+    limit = (1 - CURVES_SHARE) * config.time_limit / max(1, len(solved))
+    solving = dataclasses.replace(config, budget=budget, time_limit=limit, background=False)
+    found: dict[tuple[int, Schedule], list[Plan]] = {key: [] for key in alike}
+    for number, i in enumerate(sorted(solved), start=1):
+        say(f"solving graph {number} of {len(solved)}")
+        try:
+            plan = make_plan(room(i), solving, held_bytes=held_bytes, progress=progress, cache=cache)
+        except InfeasibleBudgetError as error:
+            plans[i] = dataclasses.replace(plans[i], notes=(*plans[i].notes, f"alone: {error}"))
+            continue
+        better = plan.predicted_seconds < plans[i].predicted_seconds
+        alone_as_good = len(parts) == 1 and plan.predicted_seconds == plans[i].predicted_seconds  # with a bound
+        if (better or alone_as_good) and taken(i, plan.schedule):
+            plans[i] = plan
+            found[solved[i]].append(plan)
+        if INTERRUPTED in plan.notes:
+            break
+    for key, places in alike.items():
+        for i in places[1:-1]:
+            for plan in sorted(found[key], key=lambda one: one.predicted_seconds):
+                if taken(i, plan.schedule):
+                    plans[i] = dataclasses.replace(_recorded(room(i), plan.schedule, budget), solver=plan.solver)
+                    break
     records = []
     for i, plan in enumerate(plans):
-        kept = sum(option.kept_bytes for option in chosen[:i])
-        graph = needing(beside(i, kept), _needed_by_later(i, alone[i], chosen, free))
+        graph = room(i)
         peak_bytes = simulate(graph, plan.schedule).peak_bytes
         assert peak_bytes <= budget, "the graphs were solved in the room that they leave each other"
         records.append(
@@ -270,30 +291,33 @@ def _planned_together(
 
 
 def _all_options(parts: Sequence[Part], alone: Sequence[ComputationGraph], time_limit: float) -> list[list[_Option]]:
-    """The options of each graph; those of one that runs several times are made once."""
-    known: dict[int, list[_Option]] = {}
-    found = []
-    each = time_limit / len(NEEDS) / max(1, len({id(part.captured) for part in parts}))
+    """The options of each graph; those of one that runs several times, or was planned before, are made once."""
+    new = {id(part.curve): (part, graph) for part, graph in zip(parts, alone, strict=True) if not part.curve}
+    for part, graph in new.values():
+        part.curve.extend(_curve(graph, time_limit / len(NEEDS) / len(new)))
+    found: list[list[_Option]] = []
+    known: dict[tuple[int, int, int], tuple[int, list[_Option]]] = {}
     for part, graph in zip(parts, alone, strict=True):
-        if id(part.captured) not in known:
-            known[id(part.captured)] = list(_options(graph, each))
-        found.append([_option(graph, one.schedule) for one in known[id(part.captured)]])
+        key = id(part.curve), graph.forward_resident_bytes, _outside_bytes(graph)
+        if key not in known:
+            known[key] = graph.resident_bytes, [_option(graph, schedule) for schedule in part.curve]
+        before, options = known[key]
+        more = graph.resident_bytes - before  # bytes that are held all the time add to the peak
+        found.append([dataclasses.replace(one, peak_bytes=one.peak_bytes + more) for one in options])
     return found
 
 
-def _options(graph: ComputationGraph, time_limit: float) -> Iterable[_Option]:
-    """The options of one graph; the first is the one without rematerialization."""
+def _curve(graph: ComputationGraph, time_limit: float) -> list[Schedule]:
+    """The schedules that one graph may choose from; the first is the one without rematerialization."""
     plain = _plain_schedule(graph)
-    yield _option(graph, plain)
-    own = simulate(graph, plain).peak_bytes
-    seen = {plain}
-    measured = max(op.workspace_bytes for op in graph.ops if op.name == OUTSIDE)
-    for share in NEEDS:
-        for solution in plan_curve(needing(graph, max(measured, int(share * own))), POINTS, time_limit).solutions:
-            assert solution.schedule is not None
-            if solution.schedule not in seen:
-                seen.add(solution.schedule)
-                yield _option(graph, solution.schedule)
+    own, measured = simulate(graph, plain).peak_bytes, _outside_bytes(graph)
+    curves = [plan_curve(needing(graph, max(measured, int(share * own))), POINTS, time_limit) for share in NEEDS]
+    schedules = [solution.schedule for curve in curves for solution in curve.solutions]
+    return list(dict.fromkeys([plain, *(schedule for schedule in schedules if schedule is not None)]))
+
+
+def _outside_bytes(graph: ComputationGraph) -> int:
+    return max(op.workspace_bytes for op in graph.ops if op.name == OUTSIDE)
 
 
 def _plain_schedule(graph: ComputationGraph) -> Schedule:

@@ -140,6 +140,11 @@ class Captures:
             return self._static, False, []
         return self._symbolic, True, list(zip(leaves, varying(shapes, alike), strict=True))
 
+    @property
+    def waits(self) -> bool:
+        """Whether a frame of the last call was left to run as before, so that the next call takes another path."""
+        return self._units.waited
+
     def called(self) -> None:
         """A call is over."""
         self._units.forget_hooks()

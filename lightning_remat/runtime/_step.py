@@ -303,7 +303,9 @@ class ScheduledStep:
                 )
             elif self.leave_alone and self._plans.fits_as_it_is:
                 self._plans.plain[shapes] = self._call.ran[0][1]
-        elif not any(graph.left for graph in path):  # otherwise the next call takes another path
+        elif (
+            not any(graph.left for graph in path) and not self._captures.waits
+        ):  # else the next call takes another path
             self._paths.plan(shapes, path)
 
     def _adds_gradients(self, result: Any) -> bool:

@@ -1,11 +1,11 @@
-"""`RematStrategy` and `RematDDPStrategy`: Lightning's strategies with the recovery of `Recovering` mixed in."""
+"""`RematStrategy`, `RematDDPStrategy` and `RematFSDP2Strategy`: Lightning's strategies with `Recovering` mixed in."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from typing_extensions import override
 
 from lightning_remat.callbacks.lightning_internals import StrategyRegistry
@@ -112,3 +112,34 @@ class RematDDPStrategy(Recovering, DDPStrategy):
     @override
     def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
         strategy_registry.register(cls.strategy_name, cls, description="DDP; recovers from out-of-memory errors")
+
+
+class RematFSDP2Strategy(Recovering, ModelParallelStrategy):
+    """Lightning's strategy for ``fully_shard`` (FSDP2), with the `RematCallback`.
+
+    Each unit of the network, and what lies between units, is planned within one budget for the whole step. A step is not
+    repeated here: when one process runs out of memory, the others have gathered parameters and reduced gradients with it
+    already. Its error, with advice as a note, ends the run in all of them.
+
+    Args:
+        options: options of the `RematCallback` that is added where the Trainer has none.
+        **sharding: arguments of Lightning's `ModelParallelStrategy`.
+
+    Raises:
+        ConfigError, BudgetError: as `RematStrategy` does.
+
+    Example:
+        >>> from lightning_remat.strategies import RematFSDP2Strategy
+        >>> strategy = RematFSDP2Strategy(options={"budget": "8GiB"}, data_parallel_size=2, tensor_parallel_size=1)
+    """
+
+    strategy_name = "remat_fsdp2"
+
+    def __init__(self, *, options: dict[str, Any] | None = None, **sharding: Any) -> None:
+        super().__init__(**sharding)
+        self.recover_with(0, options or {})
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
+        strategy_registry.register(cls.strategy_name, cls, description="FSDP2, planned within a budget")

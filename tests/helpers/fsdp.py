@@ -7,6 +7,7 @@ Every process compares its own two runs bit by bit, and writes what the callback
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -24,6 +25,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_remat.callbacks import RematCallback
+from lightning_remat.strategies import RematFSDP2Strategy
+from tests.helpers.failing import failing
 from tests.helpers.training import Run, assert_clean, assert_same, callback, fit
 
 VOCABULARY, LENGTH, WIDTH = 500, 64, 64
@@ -137,6 +140,9 @@ CASES: dict[str, dict[str, Any]] = {
     "measured": {"remat": {"measure": True}, "rows": 16},
     "checked": {"remat": {"check": True}},
     "auto": {"budget": "auto"},
+    "resumed": {"resumed": True},
+    "forward fails": {"fails": "forward"},
+    "backward fails": {"fails": "backward"},
 }
 
 
@@ -150,9 +156,23 @@ def run(name: str, folder: Path, processes: int) -> None:
     # The last batch of each process is smaller.
     case["train"] = lambda: samples(processes * (batches * rows + rows // 2), rows)
 
-    def trained(*callbacks: RematCallback) -> Run:
-        return fit(make, *callbacks, strategy=ModelParallelStrategy(processes, 1), **case)
+    resumed, fails = case.pop("resumed", False), case.pop("fails", None)
+    kind = RematFSDP2Strategy if fails else ModelParallelStrategy
 
+    def trained(*callbacks: RematCallback, **others: Any) -> Run:
+        strategy = kind(data_parallel_size=processes, tensor_parallel_size=1)
+        return fit(make, *callbacks, strategy=strategy, **case, **others)
+
+    def from_its_checkpoint(ended: Run, *callbacks: RematCallback) -> Run:
+        path = folder / f"{name}-{len(callbacks)}.ckpt"
+        ended.trainer.save_checkpoint(path)
+        return trained(*callbacks, max_epochs=2, ckpt_path=path)
+
+    if fails:
+        rank = int(os.environ.get("LOCAL_RANK", "0"))
+        with failing(fails, times=1000, after=8) if rank == 1 else contextlib.nullcontext():
+            trained(callback(budget, **options))
+        return
     plain = trained()
     rank = plain.trainer.global_rank
     remat = callback(budget, **options)
@@ -161,6 +181,11 @@ def run(name: str, folder: Path, processes: int) -> None:
         scheduled = trained(remat)
         assert_same(whole(plain.results), whole(scheduled.results))
         assert_clean(scheduled.trainer, scheduled.module)
+        if resumed:
+            ended = scheduled
+            plain = from_its_checkpoint(plain)
+            scheduled = from_its_checkpoint(ended, remat)
+            assert_same(whole(plain.results), whole(scheduled.results))
     except Exception as error:
         found["error"] = f"{type(error).__name__}: {error}"
         raise

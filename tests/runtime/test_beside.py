@@ -173,8 +173,8 @@ def test_a_step_that_another_measurement_cuts_short_counts_as_unmeasured(monkeyp
     made: list[_measured_step.MeasuredStep] = []
 
     class Noted(_measured_step.MeasuredStep):
-        def __init__(self, device: torch.device) -> None:
-            super().__init__(device)
+        def __init__(self, device: torch.device, reduces: bool = False) -> None:
+            super().__init__(device, reduces)
             made.append(self)
 
     monkeypatch.setattr(_measuring, "MeasuredStep", Noted)

@@ -3,8 +3,8 @@
 The hooks of a unit gather its parameters before its forward, and let them go after it. Dynamo looks into no such hook: a call
 of a unit breaks the graph, and where that is in a loop, it captures nothing of the whole frame. There the call becomes one
 node, and the graph is cut at these nodes (see `capture._cut`): what lies between runs by plans, and so does each unit's
-forward, within its hooks. What a unit returns must be known for that: it is noted when the unit runs, so that the first time the frame
-runs in eager mode around its units.
+forward, within its hooks. What a unit returns must be known for that: it is noted when the unit runs, so that the first time
+the frame runs in eager mode around its units.
 
 * ``FSDPModule``, ``FSDPState._state_ctx``: which modules are units, and which others are units of the same network.
 * ``UnspecializedNNModuleVariable.call_function``: what Dynamo calls for the call of a module.
@@ -105,12 +105,17 @@ def _state_of(unit: nn.Module) -> Any:
 
 
 class UnitCalls:
-    """The calls of units in the frames of one function: what the units return for which arguments."""
+    """The calls of units in the frames of one function: what the units return for which arguments.
+
+    Attributes:
+        waited: whether a frame of the last call was left to run in eager mode, for what its units return to become known.
+    """
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
         self._hooks: list[Any] = []
         self._unknown = False
+        self.waited = False
 
     def waits(self) -> bool:
         """Whether the frame that was traced last waits for its units to have run."""
@@ -137,6 +142,7 @@ class UnitCalls:
 
     def forget_hooks(self) -> None:
         """A call of the function is over: what has not run by now is not waited for."""
+        self.waited = bool(self._hooks)
         while self._hooks:
             self._hooks.pop().remove()
 
