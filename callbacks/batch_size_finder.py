@@ -156,6 +156,11 @@ class RematBatchSizeFinder(Callback):
                 f"RematCallback(budget={remat.config.budget!r}) is no size: it grows with the batch, and any batch fits it. "
                 "Give a size, such as '8GiB', or 'auto'."
             )
+        if isinstance(trainer.strategy, ModelParallelStrategy):
+            raise ConfigError(
+                "RematBatchSizeFinder tries training steps, and with sharded parameters one that runs out of memory in one process "
+                "would leave the others waiting for it: set the batch size by hand"
+            )
         if not pl_module.automatic_optimization:
             raise ConfigError(
                 "RematBatchSizeFinder tries training steps, and with manual optimization these change parameters: set the "

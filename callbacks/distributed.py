@@ -22,7 +22,7 @@ def agreement(trainer: pl.Trainer) -> Agreement | None:
     """How the processes of this fit agree on plans; ``None`` where there is only one process."""
     if trainer.world_size == 1:
         return None
-    return Agreement(trainer.strategy.broadcast(uuid.uuid4().hex))
+    return Agreement(trainer.strategy.broadcast(uuid.uuid4().hex), processes=trainer.world_size)
 
 
 def agreed_config(trainer: pl.Trainer, module: pl.LightningModule, config: RematConfig) -> RematConfig:

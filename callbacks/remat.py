@@ -384,7 +384,7 @@ class RematCallback(Callback):
         self._announced = len(self._step.plans)
 
     def _tell_what_is_left_out(self, module: pl.LightningModule, step: ScheduledStep) -> None:
-        names = step.left_out(module.named_parameters())
+        names = step.left_out(module)
         if not names or self._told:
             return
         self._told = True

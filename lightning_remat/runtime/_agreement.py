@@ -17,6 +17,9 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.02
 """Seconds between two looks for another process's answer."""
 
+ALL_SECONDS = 20.0
+"""Seconds that all processes are waited for, where each has something to say."""
+
 
 class Agreement:
     """Questions that one process answers for all, through the key-value store of ``torch.distributed``.
@@ -29,11 +32,13 @@ class Agreement:
         name: identifies this fit: the same in all of its processes, and different from that of every other fit.
         patience: seconds to wait for an answer that another process is computing, before computing one's own.
         store: the key-value store; by default that of ``torch.distributed``.
+        processes: how many there are.
     """
 
-    def __init__(self, name: str, patience: float = 1800.0, store: Any = None) -> None:
+    def __init__(self, name: str, patience: float = 1800.0, store: Any = None, processes: int = 1) -> None:
         self.name = name
         self.patience = patience
+        self.processes = processes
         self._store = store if store is not None else internals.default_store()
         self._read: Counter[str] = Counter()
 
@@ -66,6 +71,22 @@ class Agreement:
         if kind == "error":
             raise RematError(f"in another process: {value}")
         return value
+
+    def of_all(self, question: str, mine: Any, patience: float = ALL_SECONDS) -> list[Any]:
+        """What every process has to say to a question that all of them ask at about the same time.
+
+        Args:
+            question: the same text in all processes.
+            mine: what this one has to say, as plain data for JSON.
+            patience: seconds to wait for the others; then it is what those say that have asked.
+        """
+        key = f"lightning_remat/{self.name}/{question}"
+        number = self._store.add(f"{key}/said", 1)
+        self._store.set(f"{key}/said/{number}", json.dumps(mine))
+        until = time.monotonic() + patience
+        while (said := self._store.add(f"{key}/said", 0)) < self.processes and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+        return [json.loads(self._store.get(f"{key}/said/{n}")) for n in range(1, said + 1)]
 
     def tell(self, what: str, text: str) -> None:
         """Leave a note, ``text`` on the topic ``what``, for the other processes."""

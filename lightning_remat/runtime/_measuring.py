@@ -12,7 +12,7 @@ import torch
 from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.errors import InfeasibleBudgetError
 from lightning_remat.measure import held_bytes
-from lightning_remat.planner._beside import NOTHING_BESIDE, Beside, measured_beside, peak_beside
+from lightning_remat.planner._beside import NOTHING_BESIDE, Beside, Held, measured_beside, peak_beside
 from lightning_remat.planner._plan_cache import fingerprint
 from lightning_remat.report import format_bytes
 from lightning_remat.runtime._call import Call, Shapes, leaves_a_loss_to_do
@@ -39,6 +39,18 @@ class _Measured:
     shapes: Shapes
     at_start_bytes: int
     ran: list[tuple[Graph, int]] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """What was measured in a step: the memory beside each of its graphs, and the most that was held, in bytes."""
+
+    beside: tuple[Beside, ...]
+    most_bytes: int
+
+
+def _most(held: Sequence[Held]) -> int:
+    return max(nbytes or 0 for one in held for nbytes in dataclasses.astuple(one))
 
 
 class Measuring:
@@ -121,13 +133,14 @@ class Measuring:
         shapes, path = measured.shapes, tuple(graph for graph, _ in measured.ran)
         kept_free = path[0].around.kept_free_bytes
         held = measured.step.held(len(path), measured.at_start_bytes, kept_free)
-        if held is None:  # another profiler runs, or another measurement ended this one
-            return
-        self._wanted[shapes] = (self._wanted.get(shapes) or 1) - 1
         plans = [self._plans.all[number] for _, number in measured.ran]
         known = [self._paths.planned_beside.get(number, NOTHING_BESIDE) for _, number in measured.ran]
-        most = max(nbytes or 0 for one in held for nbytes in dataclasses.astuple(one))
-        found, most = self._agreed(path, tuple(map(measured_beside, plans, known, held)), most)
+        mine = _Found(tuple(map(measured_beside, plans, known, held)), _most(held)) if held is not None else None
+        agreed = self._agreed(path, mine)
+        if agreed is None:  # another profiler runs, or another measurement ended this one
+            return
+        found, most = agreed.beside, agreed.most_bytes
+        self._wanted[shapes] = (self._wanted.get(shapes) or 1) - 1
         before = max(plan.predicted_peak_bytes for plan in plans)
         after = max(map(peak_beside, plans, known, found))
         settled = most <= plans[0].budget_bytes and abs(after - before) <= SETTLED * before
@@ -165,15 +178,22 @@ class Measuring:
         """Whether parameters are shards: all processes run the same steps at the same time then, and measure the same."""
         return self._plans.graphs[-1].around.sharded
 
-    def _agreed(self, path: Path, found: tuple[Beside, ...], most: int) -> tuple[tuple[Beside, ...], int]:
-        """What the process has measured that asks first, of those that train together: all go by the same."""
+    def _agreed(self, path: Path, mine: _Found | None) -> _Found | None:
+        """The most that any of the processes has measured that train together, so that all plan with the same."""
         agreement = self._plans.planning.agreement
         if agreement is None:
-            return found, most
+            return mine
         self._measured += 1
         question = f"beside {self._measured} {fingerprint(path[0].captured.graph, len(path))}"
-        beside, most = agreement.once(question, lambda: [[dataclasses.astuple(one) for one in found], most])
-        return tuple(Beside(*one) for one in beside), most
+        said = agreement.of_all(question, dataclasses.astuple(mine) if mine is not None else None)
+        each = [_Found(tuple(Beside(*one) for one in beside), most) for beside, most in filter(None, said)]
+        if not each:
+            return None
+        parts = zip(*(one.beside for one in each), strict=True)
+        beside = tuple(
+            Beside(*map(max, *map(dataclasses.astuple, part))) if len(each) > 1 else part[0] for part in parts
+        )
+        return _Found(beside, max(one.most_bytes for one in each))
 
     def _held_at_start(self) -> int:
         """Bytes on the device when a step begins, as far as known, without the tensors that it is given."""

@@ -331,13 +331,13 @@ class ScheduledStep:
 
     # -- between calls ------------------------------------------------------------------------------------------------
 
-    def left_out(self, parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> list[str]:
+    def left_out(self, module: torch.nn.Module) -> list[str]:
         """Names of the parameters that have gradients although no captured graph, nor a compiled module, reads them.
 
         Dynamo has skipped what a call did with them (a recurrent layer on CUDA, say): it runs as before, and takes memory that
         no plan counts.
         """
-        return self._captures.left_out(self._plans.graphs, parameters)
+        return self._captures.left_out(self._plans.graphs, module)
 
     def end_measured(self) -> None:
         """The backward of the last call is done: what runs until the next call is not measured with it."""

@@ -109,7 +109,7 @@ def test_experts_are_left_alone_and_what_is_around_them_is_planned(monkeypatch: 
     assert len(step.plans) == plans  # nothing is captured any more, and nothing planned
     last = [plan for plan, now, then in zip(step.plans, step.runs, before, strict=True) if now == then + 3]
     assert sum(step.runs) - sum(before) == 3 * len(last) and any(plan.rematerializes for plan in last)
-    left = step.scheduled.left_out(other.named_parameters())
+    left = step.scheduled.left_out(other)
     assert left and all(".experts." in name for name in left)  # the shared ones are of the same code, and stay planned
 
     def peak(call: Any) -> int:
