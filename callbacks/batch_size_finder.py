@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.parsing import lightning_hasattr
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
@@ -158,8 +159,8 @@ class RematBatchSizeFinder(Callback):
             )
         if isinstance(trainer.strategy, ModelParallelStrategy):
             raise ConfigError(
-                "RematBatchSizeFinder tries training steps, and with sharded parameters one that runs out of memory in one process "
-                "would leave the others waiting for it: set the batch size by hand"
+                "RematBatchSizeFinder tries training steps, and with sharded parameters one that runs out of memory in one "
+                "process would leave the others waiting for it: set the batch size by hand"
             )
         if not pl_module.automatic_optimization:
             raise ConfigError(

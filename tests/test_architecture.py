@@ -20,6 +20,7 @@ LIGHTNING = "lightning_remat/callbacks/lightning_internals.py"
 
 OF_OBJECTS = {
     *("_expr", "_orig_mod"),  # of torch, where only objects have them: SymNode, OptimizedModule
+    *("_fsdp_param_group", "_modules", "_orig_size", "_state_ctx"),  # likewise: what `fully_shard` keeps of a unit
     "_exit",  # of os
 }
 """Private attributes that are nobody's in `NAMES`."""

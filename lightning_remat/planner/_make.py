@@ -20,6 +20,8 @@ from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._plan_cache import PlanCache
 from lightning_remat.schedule import simulate, verify
 from lightning_remat.solvers import INTERRUPTED, OF_NO_USE, Problem, Solution, Status, find_smallest, solve
+from lightning_remat.solvers.common._prune import once
+from lightning_remat.solvers.common._registry import ANY_ORDER
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,10 @@ UNPLANNED = "none"
 """The solver's name in a plan that is the captured order whatever the budget (`unplanned`)."""
 
 FOR_ONCE = "the smallest, until the call as a whole is known"
-"""Note in the plan of one part of a call for which alone no schedule within the budget was found."""
+"""Note in the plan of one part of a call for which alone no schedule within the budget was found, or looked for."""
+
+LEAST_SECONDS = 3.0
+"""Time limit of a plan that keeps as little as can be, until the call as a whole is known."""
 
 OTHERS = ("auto", "greedy", "descent", "linearized_greedy")
 """Solvers that are tried in turn where the verifier refuses what the configured one has found."""
@@ -189,6 +194,59 @@ def make_plan(
         cost_seconds=cost_seconds,
         notes=solution.notes,
         footprint=footprint,
+    )
+
+
+def keeping_least(
+    graph: ComputationGraph,
+    config: RematConfig,
+    *,
+    held_bytes: int = 0,
+    cost_seconds: float = 0.0,
+    progress: Progress | None = None,
+    memory: DeviceMemory | None = None,
+) -> Plan:
+    """A plan for one of many parts of a call, of which most are not known: it keeps as little as can be for its backward.
+
+    Many parts that are alike may run by it, one after the other, before the call as a whole is planned; each alone may fit the
+    budget as it is, and all of them together not.
+
+    Args:
+        graph: with costs, and with the memory that is held outside of it.
+        config: budget and time limit.
+        held_bytes: as in `make_plan`; so are the others.
+        cost_seconds: time spent on measuring.
+        progress: called with a text about the work in progress.
+        memory: the CUDA device's memory.
+    """
+    started = time.monotonic()
+    (progress or (lambda _text: None))("looking for what must be kept")
+    pressed, at = graph, graph.boundary
+    if at < len(graph.ops):  # as if the backward began with something large: what is alive there is all that counts
+        first = dataclasses.replace(graph.ops[at], workspace_bytes=graph.ops[at].workspace_bytes + sum(graph.storages))
+        pressed = graph.replace(ops=(*graph.ops[:at], first, *graph.ops[at + 1 :]))
+    solution = find_smallest(pressed, min(LEAST_SECONDS, config.time_limit))
+    assert solution.schedule is not None, "the captured order is one"
+    timeline, problem = simulate(graph, solution.schedule), Problem(graph)
+    baseline = problem.evaluate(problem.captured)
+    device = torch.device(graph.device or "cpu")
+    peak = timeline.peak_bytes
+    return Plan(
+        graph=graph,
+        schedule=solution.schedule,
+        budget_bytes=resolve_budget(config, graph.floor_bytes, baseline.peak_bytes, lambda: peak, device, held_bytes),
+        predicted_peak_bytes=peak,
+        baseline_peak_bytes=baseline.peak_bytes,
+        predicted_seconds=timeline.seconds,
+        baseline_seconds=baseline.seconds,
+        solver=solution.method,
+        status=Status.FEASIBLE,
+        lower_bound_seconds=problem.evaluate(once(problem)).seconds,
+        bound_scope=ANY_ORDER,
+        solve_seconds=time.monotonic() - started,
+        cost_seconds=cost_seconds,
+        notes=(FOR_ONCE,),
+        footprint=memory.footprint(graph, solution.schedule) if memory is not None else None,
     )
 
 

@@ -53,6 +53,11 @@ class Paths:
         """Number of the plan for ``graph`` as the present call's next graph; ``None`` where this path has none."""
         return self._numbers.get((self._call.shapes, (*self._call.path, graph)))
 
+    def numbers(self, shapes: Shapes, path: Path) -> list[int] | None:
+        """The numbers of the plans of a path; ``None`` where it was not planned as a whole."""
+        found = [self._numbers.get((shapes, path[: i + 1])) for i in range(len(path))]
+        return None if None in found else [number for number in found if number is not None]
+
     def plan(self, shapes: Shapes, path: Path) -> None:
         """After a call, plan its graphs together if that is needed; the next such call runs these plans.
 

@@ -25,6 +25,7 @@ from lightning_remat.planner._make import (
     UNPLANNED,
     AtHand,
     Progress,
+    keeping_least,
     make_plan,
     resolve_budget,
     unplanned,
@@ -192,6 +193,7 @@ class Planning:
         room_bytes: int = 0,
         budget_bytes: int | None = None,
         below_seconds: float = math.inf,
+        least: bool = False,
     ) -> tuple[ComputationGraph, Plan]:
         """A graph with the memory that is held beside it, and its plan.
 
@@ -208,6 +210,7 @@ class Planning:
             room_bytes: bytes for copies in its first runs (`MovingBuffers`), needed where something is evaluated again.
             budget_bytes: the budget, where it is another than the configured one.
             below_seconds: a plan is of no use unless its step takes less.
+            least: whether the plan is to keep as little as can be (see `keeping_least`), whatever the budget.
 
         Raises:
             InfeasibleBudgetError: when no schedule was found for a graph that is the whole function and the call's
@@ -239,12 +242,15 @@ class Planning:
 
         def make() -> Plan:
             try:
+                if least:
+                    known = ("held_bytes", "cost_seconds", "progress", "memory")
+                    return keeping_least(graph, config, **{name: record[name] for name in known})
                 return make_plan(graph, config, part=bool(earlier) or not whole, **record)
             except ScheduleError as error:
                 return unplanned(graph, config, str(error), held_bytes=record["held_bytes"])
 
         plan = self._agreed(
-            lambda: f"plan {fingerprint(graph, config.budget, config.time_limit, below_seconds)}",
+            lambda: f"plan {fingerprint(graph, config.budget, config.time_limit, below_seconds, least)}",
             make,
             Plan.to_dict,
             lambda data: Plan.from_dict(data, ComputationGraph.from_dict(data["graph"])),

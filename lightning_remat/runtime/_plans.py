@@ -139,6 +139,7 @@ class Plans:
                 cost_seconds=seconds,
                 whole=whole,
                 room_bytes=room_bytes,
+                least=around.sharded,  # units that are alike run by one plan until all are planned together
                 **others,
             )
             return form, problem, plan

@@ -15,7 +15,7 @@ import logging
 import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -274,7 +274,7 @@ class ScheduledStep:
         If the unchanged step fits, it runs from now on; what was captured too often is no longer captured.
         """
         shapes, numbers = self._call.shapes, self._call.captured
-        if self.leave_alone and not self._recordings.any and all(fits_as_it_is(self.plans[i]) for i in numbers):
+        if self.leave_alone and not self._is_sharded and self._fits_as_it_is(numbers):
             self._plans.plain[shapes] = max(numbers, key=lambda i: self.plans[i].baseline_peak_bytes)
             log.info("%s fits as it is: nothing is swapped in for these shapes", self.name or "the step")
         elif len(self._call.ran) == 1 and self.config.background and self._call.ran[0][0].sized is None:
@@ -307,6 +307,18 @@ class ScheduledStep:
             not any(graph.left for graph in path) and not self._captures.waits
         ):  # else the next call takes another path
             self._paths.plan(shapes, path)
+            planned = self._paths.numbers(shapes, path) if self.leave_alone and self._is_sharded else None
+            if planned and self._fits_as_it_is(planned):
+                self._plans.plain[shapes] = max(planned, key=lambda i: self.plans[i].baseline_peak_bytes)
+                log.info("%s fits as it is: nothing is swapped in for these shapes", self.name or "the step")
+
+    @property
+    def _is_sharded(self) -> bool:
+        """Whether the parameters of the last call's graphs are shards: units that are alike run by one graph, several times."""
+        return any(graph.around.sharded for graph in self._call.path)
+
+    def _fits_as_it_is(self, numbers: Sequence[int]) -> bool:
+        return not self._recordings.any and all(fits_as_it_is(self.plans[number]) for number in numbers)
 
     def _adds_gradients(self, result: Any) -> bool:
         """Let a call's only graph add its gradients to ``.grad``, if it may; returns whether this is as expected."""

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_remat import rematerialize
 from lightning_remat.exactness._bits import same_bits
+from lightning_remat.measure import held_bytes, track_peak
 
 WIDTH = 16
 
@@ -328,3 +329,21 @@ def test_it_is_known_from_which_modules_the_ops_between_units_are() -> None:
     step = compared(lambda: sharded(Net(in_a_loop)))
     modules = {op.module for plan in step.plans for op in plan.graph.ops}
     assert {"before", "after", "up", "down", "drop"} <= modules
+
+
+def test_the_first_steps_keep_as_little_as_they_can() -> None:
+    """Each block alone fits the budget as it is, and all of them together do not."""
+    torch.manual_seed(0)
+    net = sharded(Net(in_a_loop, blocks=12))
+    x = torch.randn(256, 8)
+    device = torch.device("cpu")
+    with track_peak(device) as eager:
+        net(x).backward()
+    assert eager.peak_bytes is not None
+    budget = held_bytes(net, x) + eager.peak_bytes * 2 // 3
+    step = rematerialize(net, budget, solver="greedy", cost_model="unit")
+    for call in range(3):
+        net.zero_grad()
+        with track_peak(device) as peak:
+            step(x).backward()
+        assert peak.peak_bytes is not None and held_bytes(net, x) + peak.peak_bytes <= budget, call

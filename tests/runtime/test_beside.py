@@ -226,9 +226,9 @@ def test_steps_are_measured_no_more_than_so_often(monkeypatch: pytest.MonkeyPatc
     begun = []
 
     class Counted(_measured_step.MeasuredStep):
-        def __init__(self, device: torch.device) -> None:
+        def __init__(self, device: torch.device, reduces: bool = False) -> None:
             begun.append(device)
-            super().__init__(device)
+            super().__init__(device, reduces)
 
     monkeypatch.setattr(_measuring, "MeasuredStep", Counted)
     module, x = network(64, 8), torch.randn(1024, 64)
