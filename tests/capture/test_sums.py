@@ -102,3 +102,35 @@ def test_nothing_is_kept() -> None:
         )
         assert gradients > 0
     assert held[1] == held[0]
+
+
+class PassedOn(nn.Module):
+    """Parts add what they are given to something, read the sum, and return it: its gradient is a sum that is passed on whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.layers = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = self.before(x).tanh()
+        x = self.layers[0](first.sin().cos())
+        torch._dynamo.graph_break()
+        second = x + first
+        x = self.layers[1](second.sin().cos())
+        torch._dynamo.graph_break()
+        third = x + first
+        x = self.layers[2](third.sin().cos())
+        torch._dynamo.graph_break()
+        x = x + first
+        return (x + (((0 + first) + second) + third)).tanh().square().mean()
+
+
+def test_a_sum_that_an_addition_passes_on_is_one_summand() -> None:
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        module = PassedOn()
+        step: Any = ScheduledStep(module, RematConfig(budget="min", time_limit=0.1)) if planned else module
+        found.append(steps(module, step))
+    assert all(map(torch.equal, *found))
+    assert len(step.plans) >= 4 and not step.failures
