@@ -353,13 +353,23 @@ class HandedOut:
         positions = sorted(position for several in self._sums.values() for position in several[1:])
         self._summands = dict(zip(positions, summands, strict=True))
 
-    def inputs(self, args: Sequence[Any]) -> list[Any]:
-        """The call's arguments, of which those with several summands hand these to autograd one by one (`_Several`)."""
+    def inputs(self, args: Sequence[Any], order: Sequence[int] = ()) -> list[Any]:
+        """The call's arguments, of which those with several summands hand these to autograd one by one (`_Several`).
+
+        Args:
+            args: the arguments.
+            order: positions of arguments in the order in which autograd is to go on with their gradients.
+        """
         given = list(args)
         apply: Any = _Several.apply  # without types before torch 2.14
-        for argument, positions in self._sums.items():
-            if given[argument].requires_grad:
-                given[argument] = apply(self, argument, *[given[argument]] * len(positions))
+        for argument in dict.fromkeys([*(one for one in self._sums if one not in order), *reversed(order)]):
+            value, positions = given[argument], self._sums.get(argument)
+            if not value.requires_grad:
+                continue
+            if positions is not None:
+                given[argument] = apply(self, argument, *[value] * len(positions))
+            elif isinstance(value, torch.nn.Parameter):  # autograd goes on first with what was made last
+                given[argument] = value.view_as(value)
         return given
 
     def of(self, argument: int) -> list[torch.Tensor | None]:

@@ -83,6 +83,8 @@ class Runner:
         compiled: runs the version that the graph's exchange has chosen, as one node of autograd's graph.
         step: the step that it is a part of.
         sums: the gradients whose summands autograd adds up.
+        order: positions of arguments in the order in which eager mode has their gradients; none where that is of no
+            consequence.
         casts: positions of arguments that eager mode casts once under one autocast region, whatever uses them.
         computed: positions of arguments that are cast several times, each with whether the capture took it for a
             computed tensor or a view: eager mode casts these for each use, and a leaf of autograd's graph once.
@@ -96,11 +98,13 @@ class Runner:
         compiled: Callable[..., Any],
         step: Step,
         sums: Sums,
+        order: Sequence[int],
         casts: frozenset[int],
         computed: Mapping[int, bool],
         views: Any,
     ) -> None:
         self._graph, self._compiled, self._step = graph, compiled, step
+        self._order = order
         self._sums, self._casts, self._computed, self._views = sums, casts, computed, views
 
     def run(self, *args: Any) -> Any:
@@ -131,8 +135,8 @@ class Runner:
             region = internals.autocast_region(graph.captured.device.type)
             handed_out.casts = Casts(region, frozenset((edge.node, edge.output_nr) for edge in cast))
         given: Sequence[Any] = args
-        if copies or self._sums:
-            given = handed_out.inputs([copies.get(i, value) for i, value in enumerate(args)])
+        if copies or self._sums or self._order:
+            given = handed_out.inputs([copies.get(i, value) for i, value in enumerate(args)], self._order)
         if measured is not None:
             measured.begins(position, "forward")
         outputs = self._compiled(*given)

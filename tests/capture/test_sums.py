@@ -105,7 +105,7 @@ def test_nothing_is_kept() -> None:
 
 
 class PassedOn(nn.Module):
-    """Parts add what they are given to something, read the sum, and return it: its gradient is a sum that is passed on whole."""
+    """Parts add what they are given to something, read the sum, and return it: its gradient is a sum, passed on whole."""
 
     def __init__(self) -> None:
         super().__init__()

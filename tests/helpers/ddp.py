@@ -1,4 +1,4 @@
-"""Runs of two processes, each with its half of the data: without the callback, and with it.
+"""Runs of two processes or four, each with its part of the data: without the callback, and with it.
 
     python -m tests.helpers.ddp FOLDER CASE...
 
@@ -93,6 +93,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "checked": {"make": Unused, "ddp": {"find_unused_parameters": True}, "remat": {"check": True}},
     "checked-static": {"ddp": {"static_graph": True}, "remat": {"check": True}},
+    "four": {"make": Validated, "val": True, "devices": 4, "train": lambda: loader(96)},
     "infeasible": {"budget": 2000},
     "forward fails": {"make": Taught, "fails": "forward", "budget": 0.7},
     "backward fails": {"make": Taught, "fails": "backward", "budget": 0.7},
@@ -105,7 +106,7 @@ def run(name: str, folder: Path) -> None:
     case = {"make": Classifier, "train": halves, "ddp": {}, "remat": {}, "budget": 0.4, **CASES[name]}
     make, ddp, budget, options = (case.pop(key) for key in ("make", "ddp", "budget", "remat"))
     fails, times = case.pop("fails", None), case.pop("times", 1)
-    case |= {"devices": 2, "use_distributed_sampler": True, "default_root_dir": folder}
+    case = {"devices": 2, "use_distributed_sampler": True, "default_root_dir": folder, **case}
     plain = fit(make, strategy=DDPStrategy(**ddp), **case)
     rank = plain.trainer.global_rank
     if name == "auto":  # what the devices have differs; the smaller is that of the second process

@@ -51,7 +51,7 @@ if TYPE_CHECKING or not unknown_torch():
         runs_in_forward,
     )
     from lightning_remat.capture._torch._dispatch import observed_ops, run_below_autograd, run_on_cpu
-    from lightning_remat.capture._torch._distributed import default_store
+    from lightning_remat.capture._torch._distributed import default_store, processes
     from lightning_remat.capture._torch._effects import FUNCTIONALIZED, PRINT, WITH_EFFECTS, assert_async
     from lightning_remat.capture._torch._exchange import Exchange
     from lightning_remat.capture._torch._fake import (
@@ -218,6 +218,7 @@ __all__ = [
     "output_described",
     "output_of_tangent",
     "overwritten",
+    "processes",
     "profilers_counting",
     "profiling",
     "profiling_anywhere",

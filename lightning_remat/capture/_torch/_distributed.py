@@ -1,4 +1,4 @@
-"""The key-value store of processes that train together."""
+"""The processes that train together, and their key-value store."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from typing import Any
 
 import torch
 import torch.distributed
+
+
+def processes() -> int:
+    """How many processes train together."""
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def default_store() -> Any:
