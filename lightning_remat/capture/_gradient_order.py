@@ -12,19 +12,38 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch.fx import Node
 
-from lightning_remat.capture._torch import argument_of
+from lightning_remat.capture._torch import argument_of, runs_in_forward
 
 
 def gradient_order(graph: torch.fx.Graph, num_fwd_outputs: int) -> tuple[int, ...]:
-    """Positions of the arguments that get gradients, in the order in which a joint graph computes these, as autograd ran it."""
+    """Positions of the arguments that get gradients, in the order in which a joint graph computes these, as autograd ran it.
+
+    Of the gradients that one op's backward computes, autograd goes on with that of the op's first input first.
+    """
     output = graph.output_node()
     results: Any = output.args[0]
     descriptions = list(output.meta.get("desc") or [])
+    primals = {argument_of(node.meta.get("desc")): node for node in graph.find_nodes(op="placeholder")}
+    forward: dict[Any, list[Node]] = {}
+    for node in graph.nodes:
+        if runs_in_forward(node):
+            forward.setdefault(node.meta.get("seq_nr"), []).append(node)
     place = {node: number for number, node in enumerate(graph.nodes)}
-    found = [
-        (place[node], argument)
-        for node, described in zip(results[num_fwd_outputs:], descriptions[num_fwd_outputs:], strict=False)
-        if isinstance(node, torch.fx.Node) and (argument := argument_of(described)) is not None
-    ]
-    return tuple(argument for _, argument in sorted(found))
+    first: dict[
+        Any, int
+    ] = {}  # by autograd's number for an op, the place of the first gradient that its backward computes
+    found: list[tuple[Any, int, int, int]] = []
+    for node, described in zip(results[num_fwd_outputs:], descriptions[num_fwd_outputs:], strict=False):
+        argument = argument_of(described)
+        if argument is None or not isinstance(node, Node):
+            continue
+        added_up = node.meta.get("is_gradient_acc") or node.meta.get("seq_nr") is None
+        key = node if added_up else node.meta["seq_nr"]
+        inputs = [one for op in forward.get(node.meta.get("seq_nr"), ()) for one in op.all_input_nodes]
+        primal = primals.get(argument)
+        among = inputs.index(primal) if primal in inputs else len(inputs)
+        first[key] = min(first.get(key, place[node]), place[node])
+        found.append((key, among, place[node], argument))
+    return tuple(argument for *_, argument in sorted(found, key=lambda one: (first[one[0]], *one[1:])))
