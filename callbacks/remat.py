@@ -238,7 +238,10 @@ class RematCallback(Callback):
         if step is not None:
             state = ModuleState(pl_module, trainer.strategy.root_device)
             try:
-                step.rehearse(TrainingData(trainer, pl_module).first())
+                batch = TrainingData(trainer, pl_module).first()
+                step.rehearse(batch)
+                if step.scheduled.waits:
+                    step.rehearse(batch)
             finally:
                 state.restore()
                 progress.stop()

@@ -332,6 +332,11 @@ class ScheduledStep:
         return alone
 
     @property
+    def waits(self) -> bool:
+        """Whether a part of the last call ran as before, and is captured in the next one (see docs/distributed.md)."""
+        return self._captures.waits
+
+    @property
     def to_be_measured(self) -> bool:
         """Whether the step itself is going to measure one of the next calls: what is held beside its graphs."""
         return self._measuring.wanted
@@ -347,9 +352,9 @@ class ScheduledStep:
         """Names of the parameters that have gradients although no captured graph, nor a compiled module, reads them.
 
         Dynamo has skipped what a call did with them (a recurrent layer on CUDA, say): it runs as before, and takes memory that
-        no plan counts.
+        no plan counts. None where the next call captures more (see `waits`).
         """
-        return self._captures.left_out(self._plans.graphs, module)
+        return [] if self.waits else self._captures.left_out(self._plans.graphs, module)
 
     def end_measured(self) -> None:
         """The backward of the last call is done: what runs until the next call is not measured with it."""

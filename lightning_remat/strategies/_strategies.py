@@ -123,7 +123,8 @@ class RematFSDP2Strategy(Recovering, ModelParallelStrategy):
 
     Args:
         options: options of the `RematCallback` that is added where the Trainer has none.
-        **sharding: arguments of Lightning's `ModelParallelStrategy`.
+        **sharding: arguments of Lightning's `ModelParallelStrategy`. By default parameters are sharded among all devices, and
+            there is no tensor parallelism.
 
     Raises:
         ConfigError, BudgetError: as `RematStrategy` does.
@@ -138,6 +139,12 @@ class RematFSDP2Strategy(Recovering, ModelParallelStrategy):
     def __init__(self, *, options: dict[str, Any] | None = None, **sharding: Any) -> None:
         super().__init__(**sharding)
         self.recover_with(0, options or {})
+
+    @override
+    def setup_environment(self) -> None:
+        if self._data_parallel_size == "auto" == self._tensor_parallel_size:
+            self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
+        super().setup_environment()
 
     @classmethod
     @override

@@ -64,7 +64,9 @@ class Parted(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(self.twice(x).tanh()) * self.scale
         torch._dynamo.graph_break()
-        x = functional.bilinear(x, x, self.twice.weight.view(2, 4, 8).repeat(1, 2, 1)) @ self.scale[:2].outer(self.scale)
+        x = functional.bilinear(x, x, self.twice.weight.view(2, 4, 8).repeat(1, 2, 1)) @ self.scale[:2].outer(
+            self.scale
+        )
         torch._dynamo.graph_break()
         return (self.late(x.sin()) * self.scale + self.twice(x).cos()).square().mean()
 

@@ -141,6 +141,7 @@ CASES: dict[str, dict[str, Any]] = {
     "checked": {"remat": {"check": True}},
     "auto": {"budget": "auto"},
     "resumed": {"resumed": True},
+    "named": {"strategy": "remat_fsdp2", "remat": {"artifacts": True}},
     "forward fails": {"fails": "forward"},
     "backward fails": {"fails": "backward"},
 }
@@ -159,8 +160,11 @@ def run(name: str, folder: Path, processes: int) -> None:
     resumed, fails = case.pop("resumed", False), case.pop("fails", None)
     kind = RematFSDP2Strategy if fails else ModelParallelStrategy
 
+    named = case.pop("strategy", None)
+
     def trained(*callbacks: RematCallback, **others: Any) -> Run:
-        strategy = kind(data_parallel_size=processes, tensor_parallel_size=1)
+        strategy: Any = named if callbacks else None
+        strategy = strategy or kind(data_parallel_size=processes, tensor_parallel_size=1)
         return fit(make, *callbacks, strategy=strategy, **case, **others)
 
     def from_its_checkpoint(ended: Run, *callbacks: RematCallback) -> Run:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers.places import ROOT
 
-CASES = ["plain", "tied", "mixed", "kept", "accumulating", "measured", "checked", "auto", "resumed"]
+CASES = ["plain", "tied", "mixed", "kept", "accumulating", "measured", "checked", "auto", "resumed", "named"]
 
 
 def start(folder: Path, processes: int, *cases: str, timeout: float = 600.0) -> subprocess.CompletedProcess[str]:
