@@ -47,3 +47,14 @@ def gradient_order(graph: torch.fx.Graph, num_fwd_outputs: int) -> tuple[int, ..
         first[key] = min(first.get(key, place[node]), place[node])
         found.append((key, among, place[node], argument))
     return tuple(argument for *_, argument in sorted(found, key=lambda one: (first[one[0]], *one[1:])))
+
+
+def without_gradients(graph: torch.fx.Graph, num_fwd_outputs: int) -> frozenset[int]:
+    """Positions of the arguments that no output of a joint graph's forward depends on: they get no gradient from it."""
+    output = graph.output_node()
+    results: Any = output.args[0]
+    descriptions = list(output.meta.get("desc") or [])[num_fwd_outputs:]
+    found = (
+        argument_of(one) for node, one in zip(results[num_fwd_outputs:], descriptions, strict=False) if node is None
+    )
+    return frozenset(argument for argument in found if argument is not None)

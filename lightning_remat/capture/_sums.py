@@ -353,14 +353,19 @@ class HandedOut:
         positions = sorted(position for several in self._sums.values() for position in several[1:])
         self._summands = dict(zip(positions, summands, strict=True))
 
-    def inputs(self, args: Sequence[Any], order: Sequence[int] = ()) -> list[Any]:
+    def inputs(self, args: Sequence[Any], order: Sequence[int] = (), without: Collection[int] = ()) -> list[Any]:
         """The call's arguments, of which those with several summands hand these to autograd one by one (`_Several`).
 
         Args:
             args: the arguments.
             order: positions of arguments in the order in which autograd is to go on with their gradients.
+            without: positions of arguments that get no gradient: autograd does not come to parameters among them, nor to their
+                hooks.
         """
         given = list(args)
+        for argument in without:
+            if isinstance(given[argument], torch.nn.Parameter):
+                given[argument] = given[argument].detach()
         apply: Any = _Several.apply  # without types before torch 2.14
         for argument in dict.fromkeys([*(one for one in self._sums if one not in order), *reversed(order)]):
             value, positions = given[argument], self._sums.get(argument)

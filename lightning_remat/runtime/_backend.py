@@ -28,7 +28,7 @@ from lightning_remat.capture import _torch as internals
 from lightning_remat.capture._autocast import cast_arguments, cast_often, share_casts
 from lightning_remat.capture._channels_last import ChannelsLast
 from lightning_remat.capture._checkpoints import checkpoints, refuse_other_second_evaluations
-from lightning_remat.capture._gradient_order import gradient_order
+from lightning_remat.capture._gradient_order import gradient_order, without_gradients
 from lightning_remat.capture._inference import refuse_inference_mode
 from lightning_remat.capture._ports import hands_on_views_alone, with_ports
 from lightning_remat.capture._sums import (
@@ -276,6 +276,7 @@ class _Handed:
         self._weights: dict[int, int] = {}
         self._sums: Sums = {}
         self._order: tuple[int, ...] = ()
+        self._without: frozenset[int] = frozenset()
         self._sharded = sharded
         self._casts: frozenset[int] = frozenset()
         self._computed: dict[int, bool] = {}
@@ -292,15 +293,14 @@ class _Handed:
             exchange.opened = functools.partial(opened, sums=self._sums)
             exchange.summed = {first: others for first, *others in self._sums.values()}
         graph = self._graph(self._planned, exchange)
-        casts = self._casts, self._computed
-        return Runner(graph, compiled, self._step, self._sums, self._order, *casts, self._views).run
+        arguments = self._sums, self._order, self._without, self._casts, self._computed
+        return Runner(graph, compiled, self._step, *arguments, self._views).run
 
     def _partition(self, joint: torch.fx.GraphModule, joint_inputs: Any, **described: Any) -> internals.Modules:
         """AOTAutograd's partitioner: reads and plans the joint graph, and lowers it to a forward and a backward."""
-        if (
-            internals.processes() > 1 and not self._sharded
-        ):  # a unit reduces its gradients in the order of its parameters
-            self._order = gradient_order(joint.graph, described["num_fwd_outputs"])
+        traced = joint.graph, described["num_fwd_outputs"]
+        together = internals.processes() > 1 and not self._sharded  # a unit reduces gradients in an order of its own
+        self._order, self._without = gradient_order(*traced) if together else (), without_gradients(*traced)
         autocast = self._reading.autocast
         if self._shared or not self._whole:
             self._casts = cast_arguments(joint.graph, autocast)

@@ -85,6 +85,7 @@ class Runner:
         sums: the gradients whose summands autograd adds up.
         order: positions of arguments in the order in which eager mode has their gradients; none where that is of no
             consequence.
+        without: positions of arguments that get no gradient.
         casts: positions of arguments that eager mode casts once under one autocast region, whatever uses them.
         computed: positions of arguments that are cast several times, each with whether the capture took it for a
             computed tensor or a view: eager mode casts these for each use, and a leaf of autograd's graph once.
@@ -99,12 +100,13 @@ class Runner:
         step: Step,
         sums: Sums,
         order: Sequence[int],
+        without: frozenset[int],
         casts: frozenset[int],
         computed: Mapping[int, bool],
         views: Any,
     ) -> None:
         self._graph, self._compiled, self._step = graph, compiled, step
-        self._order = order
+        self._order, self._without = order, without
         self._sums, self._casts, self._computed, self._views = sums, casts, computed, views
 
     def run(self, *args: Any) -> Any:
@@ -135,8 +137,9 @@ class Runner:
             region = internals.autocast_region(graph.captured.device.type)
             handed_out.casts = Casts(region, frozenset((edge.node, edge.output_nr) for edge in cast))
         given: Sequence[Any] = args
-        if copies or self._sums or self._order:
-            given = handed_out.inputs([copies.get(i, value) for i, value in enumerate(args)], self._order)
+        if copies or self._sums or self._order or self._without:
+            given = [copies.get(i, value) for i, value in enumerate(args)]
+            given = handed_out.inputs(given, self._order, self._without)
         if measured is not None:
             measured.begins(position, "forward")
         outputs = self._compiled(*given)

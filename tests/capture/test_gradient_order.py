@@ -53,6 +53,28 @@ def test_networks(name: str, half: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     compared(work.module, call, monkeypatch)
 
 
+class Unread(nn.Module):
+    """With a layer whose result nothing reads, and one that no step calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.unread, self.never = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).tanh().sin()
+        self.unread(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_hooks_of_parameters_without_a_gradient_are_not_called(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(internals, "processes", lambda: processes)
+    module, x = Unread(), torch.randn(4, 8)
+    step = ScheduledStep(module, RematConfig(budget="min", solver="greedy", cost_model="unit"))
+    found = order(module, lambda: step(x).backward())
+    assert sorted(found) == ["first.bias", "first.weight"] and not step.failures
+
+
 class Parted(nn.Module):
     """Weights that are used twice, out of their order, in parts."""
 
