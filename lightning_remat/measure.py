@@ -312,13 +312,20 @@ def _storages_on_cpu() -> list[torch.UntypedStorage]:
     storages: dict[int, torch.UntypedStorage] = {}
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor):
-            for tensor in (thing, thing.grad if thing.is_leaf else None):
+            for tensor in (thing, _gradient(thing)):
                 for storage in _storages(tensor) if tensor is not None else ():
                     # These are all tensors of the process, and a subclass may return something that is no storage.
                     ours = isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu"
                     if ours and not storage.is_shared():
                         storages[id(storage)] = storage
     return list(storages.values())
+
+
+def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    try:
+        return tensor.grad if tensor.is_leaf else None
+    except RuntimeError:  # a view that was written to where autograd forbids that: nobody can use it any more
+        return None
 
 
 def _watch_releases(

@@ -11,6 +11,7 @@ import torch
 import torch.fx
 
 from lightning_remat.capture import _torch as internals
+from lightning_remat.errors import CaptureError
 
 Node = torch.fx.Node
 
@@ -33,11 +34,24 @@ class _Part:
     dead: list[Node] = dataclasses.field(default_factory=list)
 
 
+class UnitChangedError(CaptureError):
+    """A unit has returned something else than when the code around it was captured; nothing that has run can be undone."""
+
+    def __init__(self, unit: Any) -> None:
+        super().__init__(
+            f"{type(unit).__name__} returned tensors of another structure, size, layout, dtype or requires_grad than when the "
+            "code around it was captured, for the same arguments: it depends on something else (an attribute, say). This call "
+            "cannot go on; later ones run that code as before"
+        )
+        self.unit = unit
+
+
 class Cut:
     """Runs a graph of Dynamo's in parts: its units, and what is between them.
 
     Call `run` with Dynamo capturing, but not this class's own code (`CODES`): what is between two units is a frame that
-    Dynamo captures, and so is the forward of each unit, within its hooks.
+    Dynamo captures, and so is the forward of each unit, within its hooks. Make one only when the graph is to run: code that is
+    made while Dynamo traces is not captured.
 
     Args:
         module: the graph, which has calls of units.
@@ -64,6 +78,8 @@ class Cut:
         for part in self._parts:
             result = part.run(*_with_values(part.args, values), **_with_values(part.kwargs, values))
             if isinstance(part.made, Node):
+                if not internals.as_returned(part.made, result):
+                    raise UnitChangedError(part.run)
                 values[part.made] = result
             else:
                 for node, value in zip(part.made, result, strict=True):
@@ -98,28 +114,6 @@ def _with_values(thing: Any, values: dict[Node, Any]) -> Any:
 
 CODES = frozenset({Cut.run.__code__, _with_values.__code__})
 """Of the frames that Dynamo is to pass over; it captures what they call."""
-
-
-def cut(
-    module: torch.fx.GraphModule,
-    capture: Callable[[Callable[..., Any]], Callable[..., Any]],
-    pieces: dict[types.CodeType, Sequence[Node]],
-) -> Callable[..., Any]:
-    """A graph that calls units, as a function that runs it in parts.
-
-    Args:
-        module: the graph, as Dynamo found it.
-        capture: takes a function, and returns it with Dynamo capturing what it calls.
-        pieces: gets the nodes of each piece, by the code that Dynamo will capture.
-    """
-    found: list[Callable[..., Any]] = []
-
-    def run(*inputs: Any) -> Any:
-        if not found:  # not earlier: code that is made while Dynamo traces is not captured
-            found.append(capture(Cut(module, pieces).run))
-        return found[0](*inputs)
-
-    return run
 
 
 def name_as(piece: Sequence[Node], module: torch.fx.GraphModule) -> None:

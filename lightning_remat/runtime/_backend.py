@@ -115,6 +115,9 @@ class Backend:
             return as_in_eager_mode(module).forward
         if internals.sizes_from_floats(module):  # sizes must be known to make a plan
             internals.floats_as_constants(module)
+        if any(internals.is_distributed(value) for value in inputs):
+            self.step.reasons.failed("it computes with distributed tensors, which are left as they are")
+            return as_in_eager_mode(module).forward
         self.step.plans.planning.progress("capturing")
         handed = functools.partial(_Handed, self, module, inputs, symbolic, code, in_checkpoints)
         if self.step.plans.planning.config.fuse == "fast" and not symbolic and not in_checkpoints:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from lightning_remat.capture import _torch as internals
 from lightning_remat.capture._buffers import buffers_are_known
 from lightning_remat.capture._compiled import compiled_stays, is_compiled, name_of
 from lightning_remat.capture._constants import constants_are_known
-from lightning_remat.capture._cut import CODES, calls_units, cut, name_as
+from lightning_remat.capture._cut import CODES, Cut, UnitChangedError, calls_units, name_as
 from lightning_remat.capture._early import Early
 from lightning_remat.capture._hook_order import hooks_in_order
 from lightning_remat.capture._masks import masks_as_in_eager_mode
@@ -75,7 +76,9 @@ class Captures:
         dynamic_sources: Callable[[], str],
     ) -> None:
         self._packing = True
-        self._units = internals.UnitCalls()
+        self._units = internals.UnitCalls(lambda: len(call.ran))
+        self._cuts: list[Callable[[], Callable[..., Any]]] = []
+        self._made: dict[int, Callable[..., Any]] = {}  # of these
         self._pieces: dict[types.CodeType, Sequence[torch.fx.Node]] = {}
         self.early = Early(function, self._found_early)
         self._code: types.CodeType | None = None  # of the frame that is being captured
@@ -115,11 +118,29 @@ class Captures:
         return internals.compile_frame(function, backend, around, self._left_codes, CODES, self._units.waits, symbolic)
 
     def _hand_over(self, module: torch.fx.GraphModule, inputs: Sequence[Any], symbolic: bool) -> Callable[..., Any]:
+        self._units.note(self._code, module)
         if calls_units(module):
-            return cut(module, functools.partial(self._compiled_for, symbolic=symbolic), self._pieces)
+            number, weakly = len(self._cuts), weakref.ref(self)  # Dynamo keeps what it is given, whoever is gone
+            self._cuts.append(lambda: self._compiled_for(Cut(module, self._pieces).run, symbolic))
+            return lambda *values: weakly()._run_cut(number, values)  # type: ignore[union-attr]
         if self._code in self._pieces:
             name_as(self._pieces[self._code], module)
         return self._backend(module, inputs, symbolic, self._code)
+
+    def _run_cut(self, number: int, inputs: Sequence[Any]) -> Any:
+        """Run a graph that calls units, the one of this number, in parts.
+
+        Raises:
+            UnitChangedError: where a unit returns something else than was expected; its calls are part of no graph from now on.
+        """
+        if number not in self._made:
+            self._made[number] = self._cuts[number]()
+        try:
+            return self._made[number](*inputs)
+        except UnitChangedError as error:
+            self._units.never(error.unit)
+            self.anew()
+            raise
 
     def anew(self) -> None:
         """Capture everything again from the next call on."""

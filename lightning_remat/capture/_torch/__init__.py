@@ -95,7 +95,7 @@ if TYPE_CHECKING or not unknown_torch():
     from lightning_remat.capture._torch._symbols import computed, expression, free_symbols, hint, largest, substitute
     from lightning_remat.capture._torch._tensors import copied, tensor_leaves
     from lightning_remat.capture._torch._tracing import collected, tracing, uncollected
-    from lightning_remat.capture._torch._units import UnitCalls, shards_of, unit_of
+    from lightning_remat.capture._torch._units import UnitCalls, as_returned, is_distributed, shards_of, unit_of
     from lightning_remat.capture._torch._variables import (
         BaseListVariable,
         BuiltinVariable,
@@ -168,6 +168,7 @@ __all__ = [
     "allocations",
     "allocator_settings",
     "argument_of",
+    "as_returned",
     "assert_async",
     "autocast_region",
     "backward_number",
@@ -203,6 +204,7 @@ __all__ = [
     "holders",
     "in_backward",
     "is_code_of",
+    "is_distributed",
     "is_parameter",
     "is_size",
     "is_to_run",

@@ -6,9 +6,14 @@ node, and the graph is cut at these nodes (see `capture._cut`): what lies betwee
 forward, within its hooks. What a unit returns must be known for that: it is noted when the unit runs, so that the first time
 the frame runs in eager mode around its units.
 
+Dynamo reads all that a frame reads as it is when the frame begins, and changes what the frame changes when its graph has run.
+So only the call of a unit that computes, and does nothing else, may become a node: whose whole forward Dynamo has captured as
+one graph that changes no object, and that no hook stands around but those of ``fully_shard``.
+
 * ``FSDPModule``, ``FSDPState._state_ctx``: which modules are units, and which others are units of the same network.
 * ``UnspecializedNNModuleVariable.call_function``: what Dynamo calls for the call of a module.
 * ``InstructionTranslatorBase.maybe_has_backedge``: whether a call is in a loop.
+* ``InstructionTranslator.current_tx``, ``OutputGraph.side_effects``, ``.random_calls``: what else a frame does but compute.
 """
 
 from __future__ import annotations
@@ -17,14 +22,16 @@ import collections
 import contextlib
 import dataclasses
 import itertools
+import types
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.fx
 from torch import nn
 from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import proxy_args_kwargs
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._dynamo.variables.builder import wrap_fx_proxy
@@ -104,18 +111,48 @@ def _state_of(unit: nn.Module) -> Any:
     return unit._get_fsdp_state()  # type: ignore[operator]
 
 
+def is_distributed(value: object) -> bool:
+    """Whether a value is a distributed tensor, such as a shard."""
+    return torch.distributed.is_available() and isinstance(value, torch.distributed.tensor.DTensor)
+
+
+def only_computes(module: torch.fx.GraphModule) -> bool:
+    """Whether the frame whose graph Dynamo has just found is captured whole, and changes nothing but tensors in place."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    output = InstructionTranslator.current_tx().output
+    effects = output.side_effects
+    return not (
+        reason is None or reason.graph_break or output.random_calls or effects.tensor_hooks or _changes_objects(effects)
+    )
+
+
 class UnitCalls:
     """The calls of units in the frames of one function: what the units return for which arguments.
+
+    Args:
+        graphs: tells how many graphs the present call of the function has run so far.
 
     Attributes:
         waited: whether a frame of the last call was left to run in eager mode, for what its units return to become known.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, graphs: Callable[[], int]) -> None:
+        self._graphs = graphs
+        self._computing: dict[types.CodeType, bool] = {}  # by a frame's code, whether it only computes
         self._known: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
         self._hooks: list[Any] = []
         self._unknown = False
         self.waited = False
+
+    def note(self, code: types.CodeType | None, module: torch.fx.GraphModule) -> None:
+        """A graph was found in a frame of this code."""
+        if code is not None:
+            self._computing[code] = self._computing.get(code, True) and only_computes(module)
+
+    def computes(self, unit: nn.Module) -> bool:
+        """Whether a unit's forward was captured whole, whenever it was, and does nothing but compute."""
+        forward = getattr(unit.forward, "__func__", unit.forward)
+        return self._computing.get(getattr(forward, "__code__", None), False)  # type: ignore[arg-type]
 
     def waits(self) -> bool:
         """Whether the frame that was traced last waits for its units to have run."""
@@ -145,6 +182,8 @@ class UnitCalls:
         self.waited = bool(self._hooks)
         while self._hooks:
             self._hooks.pop().remove()
+        for known in self._known.values():
+            known.running.clear()  # of calls that have raised
 
     def _as_node(self, variable: Any, tx: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The variable of what a unit returns; ``None`` where its call cannot be a node.
@@ -168,13 +207,20 @@ class UnitCalls:
             self._unknown = True
             raise UnknownUnitError(f"it is not known yet what {type(variable.value).__name__} returns")
         returned = known.returned[key]
-        if returned is None:
+        if returned is None or known.never or not self.computes(variable.value):
             return None
         install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
+        for name in ("training", *HOOKS):
+            variable.var_getattr(tx, name).realize()  # and so guarded on
         with tx.fake_mode, torch.enable_grad():
             example = pytree.tree_map(_made, returned, is_leaf=lambda part: isinstance(part, _Lies))
         proxy = tx.output.create_proxy("call_function", call_unit, (known.number, *given), {})
+        proxy.node.meta[RETURNS] = returned
         return wrap_fx_proxy(tx, proxy, example_value=example)
+
+    def never(self, unit: nn.Module) -> None:
+        """Calls of this unit are no nodes from now on."""
+        self._known_of(unit).never = True
 
     def _known_of(self, module: nn.Module) -> _Known:
         known = self._known.get(module)
@@ -189,12 +235,16 @@ class UnitCalls:
         for one in _network_of(module):
             known = self._known_of(one)
 
-            def before(_module: Any, args: Any, kwargs: Any, known: _Known = known) -> None:
-                known.running.append(_key((args, kwargs)))
+            hooked = _has_other_hooks(one)
 
-            def after(_module: Any, _args: Any, result: Any, known: _Known = known) -> None:
-                if known.running and (key := known.running.pop()) is not None:
-                    known.returned[key] = _lies(result)
+            def before(_module: Any, args: Any, kwargs: Any, known: _Known = known) -> None:
+                known.running.append((_key((args, kwargs)), self._graphs()))
+
+            def after(module: Any, _args: Any, result: Any, known: _Known = known, hooked: bool = hooked) -> None:
+                key, graphs = known.running.pop() if known.running else (None, 0)
+                if key is not None:
+                    plain = self.computes(module) and self._graphs() == graphs + 1 and not hooked
+                    known.returned[key] = _lies(result) if plain else None
 
             unseen: Any = torch.compiler.disable  # by Dynamo
             self._hooks.append(one.register_forward_pre_hook(unseen(before), prepend=True, with_kwargs=True))
@@ -208,14 +258,16 @@ class _Known:
         number: names it in graphs.
         returned: by the arguments, how what it returns lies; ``None`` for what is no tensor or tuple of such.
         tries: by the arguments, how often a frame was left to run in eager mode.
-        running: the arguments of calls that have not ended.
+        running: the arguments of calls that have not ended, each with how many graphs had run when it began.
+        never: whether its calls are no nodes, whatever is known.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.returned: dict[Hashable, Any] = {}
         self.tries: collections.Counter[Hashable] = collections.Counter()
-        self.running: list[Hashable | None] = []
+        self.running: list[tuple[Hashable | None, int]] = []
+        self.never = False
 
 
 class _Lies:
@@ -224,6 +276,23 @@ class _Lies:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.size, self.stride = tuple(tensor.shape), tensor.stride()
         self.dtype, self.device, self.gradient = tensor.dtype, tensor.device, tensor.requires_grad
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Lies) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+RETURNS = "remat_returns"
+"""Key in the ``meta`` of a node that calls a unit: how what it returns lies."""
+
+
+def as_returned(node: torch.fx.Node, result: Any) -> bool:
+    """Whether a unit has returned what the code around a node that calls it was captured for."""
+    returned: Any = node.meta[RETURNS]
+    if isinstance(returned, _Lies):
+        return type(result) is torch.Tensor and _Lies(result) == returned
+    return type(result) is type(returned) and _lies(result) == returned
 
 
 def _lies(result: Any) -> Any:
@@ -288,16 +357,28 @@ def _may_be_a_node(variable: Any, tx: Any, ambient: tuple[Hashable, ...]) -> boo
         return False
     frame = tx
     while frame is not None:
-        if getattr(frame, "active_generic_context_managers", ()) or any(
-            getattr(block, "with_context", None) is not None for block in frame.block_stack
-        ):
+        if (
+            frame.block_stack or frame.current_instruction.exn_tab_entry is not None
+        ):  # a context, or a handler of errors
             return False
         frame = getattr(frame, "parent", None)
-    effects = tx.output.side_effects
+    return not _changes_objects(tx.output.side_effects)
+
+
+def _changes_objects(effects: Any) -> bool:
+    """Whether a frame changes an object, other than tensors, that was there before it."""
     existing = (AttributeMutationExisting, ValueMutationExisting)
-    return not any(
-        isinstance(one.mutation_type, existing) and effects.is_modified(one) for one in effects.id_to_variable.values()
-    )
+    known = effects.id_to_variable.values()
+    return any(isinstance(one.mutation_type, existing) and effects.is_modified(one) for one in known)
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _has_other_hooks(unit: nn.Module) -> bool:
+    """Whether hooks stand around a unit's forward that are not those of ``fully_shard``."""
+    hooks = [hook for name in HOOKS for hook in getattr(unit, name).values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith("torch.distributed") for hook in hooks)
 
 
 def _network_of(module: nn.Module) -> list[nn.Module]:
