@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
+import random
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_remat import rematerialize
+from lightning_remat.errors import CaptureError
 from lightning_remat.exactness._bits import same_bits
 from lightning_remat.measure import held_bytes, track_peak
 
@@ -347,3 +351,223 @@ def test_the_first_steps_keep_as_little_as_they_can() -> None:
         with track_peak(device) as peak:
             step(x).backward()
         assert peak.peak_bytes is not None and held_bytes(net, x) + peak.peak_bytes <= budget, call
+
+
+class Noting(Block):
+    """Keeps a loss of its own as an attribute."""
+
+    aux: Any = 0.0
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        x = super().forward(x)
+        self.aux = x.square().mean()
+        return x
+
+
+class Appending(Block):
+    """Appends to a list that it is given."""
+
+    def forward(self, x: torch.Tensor, found: Any = None, **kwargs: Any) -> Any:
+        x = super().forward(x)
+        found.append(x.mean())
+        return x
+
+
+class Drawing(Block):
+    """Draws a random number of Python's."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(x) * (0.5 + random.random())
+
+
+class Tagging(Block):
+    """Sets an attribute of what it returns."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        x = super().forward(x)
+        x.tag = 0.5  # type: ignore[attr-defined]
+        return x
+
+
+def with_auxiliary_losses(self: Net, x: torch.Tensor) -> torch.Tensor:
+    for block in self.blocks:
+        x = block(x)
+    return x + sum(block.aux for block in self.blocks)
+
+
+def with_a_list(self: Net, x: torch.Tensor) -> torch.Tensor:
+    found: list[torch.Tensor] = []
+    for block in self.blocks:
+        x = block(x, found)
+    return x + torch.stack(found).sum()
+
+
+def with_draws(self: Net, x: torch.Tensor) -> torch.Tensor:
+    for block in self.blocks:
+        x = block(x * random.random())
+    return x
+
+
+def with_tags(self: Net, x: torch.Tensor) -> torch.Tensor:
+    for block in self.blocks:
+        x = block(x)
+        x = x * getattr(x, "tag", 1.0)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("way", "block"),
+    [(with_auxiliary_losses, Noting), (with_a_list, Appending), (with_draws, Drawing), (with_tags, Tagging)],
+)
+def test_units_that_do_more_than_compute(way: Callable[..., Any], block: type[Block]) -> None:
+    def make() -> Net:
+        random.seed(3)
+        return sharded(Net(way, make=lambda _: block()))
+
+    compared(make)
+
+
+class Failing(Block):
+    """Raises in its second call."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.sum() > 1e9:
+            raise ValueError("too large")
+        return super().forward(x)
+
+
+def with_a_handler(self: Net, x: torch.Tensor) -> torch.Tensor:
+    for i, block in enumerate(self.blocks):
+        try:
+            x = block(x * (1e12 if i == 1 else 1.0))
+        except ValueError:
+            x = x * 1.1
+    return x
+
+
+def test_handlers_around_units_stay() -> None:
+    compared(lambda: sharded(Net(with_a_handler, make=lambda i: Failing() if i == 1 else Block())))
+
+
+class Otherwise(Block):
+    """Returns something else while it is not trained, and where it is told to return less."""
+
+    rows: Any = None
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        x = super().forward(x)[: self.rows] * 2
+        return (x, x.sin()) if self.training else x
+
+
+def first_of(self: Net, x: torch.Tensor) -> torch.Tensor:
+    for block in self.blocks:
+        y = block(x)
+        x = y[0] + y[1] if isinstance(y, tuple) else y
+    return x * (x.shape[0] / 32)
+
+
+def switching(plainly: bool) -> Callable[[Net], Callable[..., Any]]:
+    """The step of a network that is in evaluation mode in some calls; with gradients."""
+
+    def step(net: Net) -> Callable[..., Any]:
+        run = net if plainly else rematerialize(net, "min", solver="greedy", cost_model="unit")
+        calls = [0]
+
+        def called(x: torch.Tensor) -> Any:
+            calls[0] += 1
+            net.train(calls[0] not in (4, 5, 7))
+            return run(x)
+
+        return called
+
+    return step
+
+
+def test_units_that_return_something_else_in_evaluation_mode() -> None:
+    def make() -> Net:
+        return sharded(Net(first_of, make=lambda _: Otherwise()))
+
+    rows = (32,) * 8
+    ours, plain = trained(make, switching(False), rows), trained(make, switching(True), rows)
+    assert all(same_bits(one, other) for one, other in zip(plain, ours, strict=True))
+
+
+def test_a_unit_that_returns_something_else_is_an_error_once() -> None:
+    """What has run by then cannot be undone, and the code around it was captured for what it returned before."""
+    torch.manual_seed(0)
+    net = sharded(Net(first_of, make=lambda _: Otherwise()))
+    step = rematerialize(net, "min", solver="greedy", cost_model="unit")
+    x = torch.randn(32, 8)
+    for _ in range(3):
+        step(x).backward()
+    net.blocks[2].rows = 20  # type: ignore[assignment]
+    with pytest.raises(CaptureError, match="returned tensors of another structure, size"):
+        step(x)
+    torch.manual_seed(1)
+    loss = step(x)
+    torch.manual_seed(1)
+    assert same_bits(loss.detach(), net(x).detach())
+
+
+@pytest.mark.filterwarnings("ignore:.*could not be captured.*")  # the hook itself
+def test_a_hook_that_a_user_adds_to_a_unit_is_called() -> None:
+    def adding(plainly: bool) -> Callable[[Net], Callable[..., Any]]:
+        def step(net: Net) -> Callable[..., Any]:
+            run = net if plainly else rematerialize(net, "min", solver="greedy", cost_model="unit")
+            calls = [0]
+
+            def called(x: torch.Tensor) -> Any:
+                calls[0] += 1
+                if calls[0] == 4:
+                    net.blocks[1].register_forward_hook(
+                        lambda _m, _args, y: net.found.append(y.detach().sum()) or y * 2
+                    )
+                return run(x)
+
+            return called
+
+        return step
+
+    def make() -> Net:
+        return sharded(Net(in_a_loop))
+
+    ours, plain = trained(make, adding(False), (32,) * 7), trained(make, adding(True), (32,) * 7)
+    assert len(ours) == len(plain)
+    assert all(same_bits(one, other) for one, other in zip(plain, ours, strict=True))
+
+
+def test_a_network_is_let_go() -> None:
+    torch.manual_seed(0)
+    net = sharded(Net(in_a_loop))
+    step = rematerialize(net, "min", solver="greedy", cost_model="unit")
+    for _ in range(3):
+        step(torch.randn(32, 8)).backward()
+    gone = weakref.ref(net)
+    del net, step
+    torch._dynamo.reset()
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.filterwarnings("ignore:.*distributed tensors, which are left as they are")
+def test_distributed_tensors_in_the_step_are_left_alone() -> None:
+    def penalized(self: Net, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x + 1e-3 * sum(block.up.weight.full_tensor().square().sum() for block in self.blocks)
+
+    found = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        one = sharded(Net(penalized))
+        step = rematerialize(one, "min", solver="greedy", cost_model="unit") if planned else one
+        torch.manual_seed(1)
+        losses = []
+        for _ in range(4):
+            loss = step(torch.randn(32, 8))
+            loss.backward()
+            losses.append(loss.detach())
+        found.append([*losses, *(local(p.grad) for p in one.parameters() if p.grad is not None)])
+    assert all(same_bits(one, other) for one, other in zip(*found, strict=True))

@@ -31,6 +31,7 @@ import torch
 import torch.fx
 from torch import nn
 from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import proxy_args_kwargs
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
@@ -193,7 +194,7 @@ class UnitCalls:
         """
         try:
             given = proxy_args_kwargs(list(args), kwargs)
-            key = _key(pytree.tree_map(_example, given))
+            key = _key(variable.value, pytree.tree_map(_example, given))
         except Exception:  # noqa: BLE001 - whatever Dynamo raises for what is no tensor, constant, or container of such
             return None
         if key is None:
@@ -210,7 +211,8 @@ class UnitCalls:
         if returned is None or known.never or not self.computes(variable.value):
             return None
         install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
-        for name in ("training", *HOOKS):
+        install_guard(AttrSource(variable.source, "training").make_guard(GuardBuilder.CONSTANT_MATCH))
+        for name in HOOKS:
             variable.var_getattr(tx, name).realize()  # and so guarded on
         with tx.fake_mode, torch.enable_grad():
             example = pytree.tree_map(_made, returned, is_leaf=lambda part: isinstance(part, _Lies))
@@ -237,13 +239,14 @@ class UnitCalls:
 
             hooked = _has_other_hooks(one)
 
-            def before(_module: Any, args: Any, kwargs: Any, known: _Known = known) -> None:
-                known.running.append((_key((args, kwargs)), self._graphs()))
+            def before(module: Any, args: Any, kwargs: Any, known: _Known = known) -> None:
+                known.running.append((_key(module, (args, kwargs)), self._graphs(), _tensors((args, kwargs))))
 
             def after(module: Any, _args: Any, result: Any, known: _Known = known, hooked: bool = hooked) -> None:
-                key, graphs = known.running.pop() if known.running else (None, 0)
+                key, graphs, given = known.running.pop() if known.running else (None, 0, [])
                 if key is not None:
-                    plain = self.computes(module) and self._graphs() == graphs + 1 and not hooked
+                    whole = self.computes(module) and self._graphs() == graphs + 1
+                    plain = whole and not hooked and all(one._version == version for one, version in given)
                     known.returned[key] = _lies(result) if plain else None
 
             unseen: Any = torch.compiler.disable  # by Dynamo
@@ -258,7 +261,8 @@ class _Known:
         number: names it in graphs.
         returned: by the arguments, how what it returns lies; ``None`` for what is no tensor or tuple of such.
         tries: by the arguments, how often a frame was left to run in eager mode.
-        running: the arguments of calls that have not ended, each with how many graphs had run when it began.
+        running: of calls that have not ended, the arguments, how many graphs had run before, and the tensors among the
+            arguments with their version counters.
         never: whether its calls are no nodes, whatever is known.
     """
 
@@ -266,7 +270,7 @@ class _Known:
         self.number = number
         self.returned: dict[Hashable, Any] = {}
         self.tries: collections.Counter[Hashable] = collections.Counter()
-        self.running: list[tuple[Hashable | None, int]] = []
+        self.running: list[tuple[Hashable | None, int, list[tuple[torch.Tensor, int]]]] = []
         self.never = False
 
 
@@ -298,12 +302,18 @@ def as_returned(node: torch.fx.Node, result: Any) -> bool:
 def _lies(result: Any) -> Any:
     """How a unit's result lies; ``None`` where that is nothing that a node can return."""
     parts, spec = pytree.tree_flatten(result)
-    plain = all(part is None or type(part) is torch.Tensor for part in parts)
+    plain = all(part is None or (type(part) is torch.Tensor and not vars(part)) for part in parts)
     if not plain or not isinstance(result, torch.Tensor | tuple | list) or not parts:
         return None
     if isinstance(result, tuple | list) and not all(part is None or type(part) is torch.Tensor for part in result):
         return None
     return pytree.tree_unflatten([part if part is None else _Lies(part) for part in parts], spec)
+
+
+def _tensors(given: Any) -> list[tuple[torch.Tensor, int]]:
+    """The tensors in a structure, with their version counters."""
+    parts = pytree.tree_leaves(given)
+    return [(one, one._version) for one in parts if isinstance(one, torch.Tensor) and not one.is_inference()]
 
 
 def _made(lies: Any) -> Any:
@@ -320,10 +330,10 @@ def _example(given: Any) -> Any:
     return given.node.meta["example_value"] if isinstance(given, torch.fx.Proxy) else given
 
 
-def _key(given: Any) -> Hashable | None:
-    """All that tells one call's arguments from another's, and the state around it; ``None`` for what no node can be given."""
+def _key(unit: nn.Module, given: Any) -> Hashable | None:
+    """All that tells one call of a unit from another, and the state around it; ``None`` for what no node can be given."""
     parts, spec = pytree.tree_flatten(given)
-    found: list[Hashable] = [str(spec), *_ambient()]
+    found: list[Hashable] = [str(spec), unit.training, *_ambient()]
     for part in parts:
         if isinstance(part, torch.Tensor):
             if any(not isinstance(n, int) for n in (*part.shape, *part.stride())):

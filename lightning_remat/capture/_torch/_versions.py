@@ -38,7 +38,8 @@ NAMES = {
     "torch._dynamo.eval_frame": "OptimizedModule _stance.stance",
     "torch._dynamo.exc": "RestartAnalysis TensorifyScalarRestartAnalysis TorchDynamoException unimplemented",
     "torch._dynamo.external_utils": "is_compiling",
-    "torch._dynamo.guards": "GuardBuilder.ID_MATCH GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT _get_closure_vars install_guard",
+    "torch._dynamo.guards": "GuardBuilder.CONSTANT_MATCH GuardBuilder.ID_MATCH "
+    "GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT _get_closure_vars install_guard",
     "torch._dynamo.side_effects": "SideEffects.mutation SideEffects.store_attr",
     "torch._dynamo.source": "AttrSource ConstantSource GlobalSource TensorProperty.SIZE TensorPropertySource",
     "torch._dynamo.symbolic_convert": "InstructionTranslator.current_tx InstructionTranslatorBase._format_value "
