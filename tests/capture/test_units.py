@@ -399,7 +399,7 @@ def with_a_list(self: Net, x: torch.Tensor) -> torch.Tensor:
     found: list[torch.Tensor] = []
     for block in self.blocks:
         x = block(x, found)
-    return x + torch.stack(found).sum()
+    return x + torch.stack(found).sum() if found else x  # with torch 2.11, hooks hand on a copy of the list
 
 
 def with_draws(self: Net, x: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,7 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.utils import proxy_args_kwargs
-from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.nn_module import UnspecializedNNModuleVariable
 from torch.utils import _pytree as pytree
@@ -213,7 +213,8 @@ class UnitCalls:
         install_guard(variable.source.make_guard(GuardBuilder.ID_MATCH))
         install_guard(AttrSource(variable.source, "training").make_guard(GuardBuilder.CONSTANT_MATCH))
         for name in HOOKS:
-            variable.var_getattr(tx, name).realize()  # and so guarded on
+            hooks = VariableTracker.build(tx, getattr(variable.value, name), AttrSource(variable.source, name))
+            hooks.realize()  # and so guarded on
         with tx.fake_mode, torch.enable_grad():
             example = pytree.tree_map(_made, returned, is_leaf=lambda part: isinstance(part, _Lies))
         proxy = tx.output.create_proxy("call_function", call_unit, (known.number, *given), {})
@@ -235,9 +236,7 @@ class UnitCalls:
         """Note what this unit, and the others of its network, return in the rest of the call that begins."""
         self.forget_hooks()
         for one in _network_of(module):
-            known = self._known_of(one)
-
-            hooked = _has_other_hooks(one)
+            known, hooked = self._known_of(one), _has_other_hooks(one)
 
             def before(module: Any, args: Any, kwargs: Any, known: _Known = known) -> None:
                 known.running.append((_key(module, (args, kwargs)), self._graphs(), _tensors((args, kwargs))))
@@ -367,9 +366,7 @@ def _may_be_a_node(variable: Any, tx: Any, ambient: tuple[Hashable, ...]) -> boo
         return False
     frame = tx
     while frame is not None:
-        if (
-            frame.block_stack or frame.current_instruction.exn_tab_entry is not None
-        ):  # a context, or a handler of errors
+        if frame.block_stack or frame.current_instruction.exn_tab_entry is not None:  # a context, or a handler
             return False
         frame = getattr(frame, "parent", None)
     return not _changes_objects(tx.output.side_effects)
