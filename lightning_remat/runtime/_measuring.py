@@ -124,7 +124,7 @@ class Measuring:
         """Before a call: if the last one was measured and held more or less than planned, plan its graphs again.
 
         Raises:
-            InfeasibleBudgetError: when they do not fit the budget with what was measured, unless that is ``"auto"``.
+            InfeasibleBudgetError: when they do not fit the budget with what was measured, if that is a size.
         """
         self.end()
         measured, self._now = self._now, None
@@ -153,9 +153,10 @@ class Measuring:
         try:
             self._paths.plan_anew(shapes, path)
         except InfeasibleBudgetError as error:
-            if parse_budget(self._plans.planning.config.budget).kind is not BudgetKind.AUTO:
+            if parse_budget(self._plans.planning.config.budget).kind is BudgetKind.SIZE:
                 raise
-            # The measured step did run: the device has room for it, though less than the margin is left free.
+            # The measured step did run. With "auto" the device has room for it, though less than the margin is left free; a
+            # share is one of less, now that less is known to be held.
             put_back()
             self._wanted[shapes] = 0
             self._paths.beside.keep(lambda key, _: key != (shapes, path))
