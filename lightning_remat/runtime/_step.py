@@ -303,9 +303,7 @@ class ScheduledStep:
                 )
             elif self.leave_alone and self._plans.fits_as_it_is:
                 self._plans.plain[shapes] = self._call.ran[0][1]
-        elif (
-            not any(graph.left for graph in path) and not self._captures.waits
-        ):  # else the next call takes another path
+        elif not self._captures.waits and not any(graph.left for graph in path):  # else the next one takes another path
             self._paths.plan(shapes, path)
             planned = self._paths.numbers(shapes, path) if self.leave_alone and self._is_sharded else None
             if planned and self._fits_as_it_is(planned):

@@ -108,6 +108,10 @@ def units(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return list(found.values())
 
 
+def _there_may_be_units() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def _state_of(unit: nn.Module) -> Any:
     return unit._get_fsdp_state()  # type: ignore[operator]
 
@@ -147,7 +151,7 @@ class UnitCalls:
 
     def note(self, code: types.CodeType | None, module: torch.fx.GraphModule) -> None:
         """A graph was found in a frame of this code."""
-        if code is not None:
+        if code is not None and _there_may_be_units():
             self._computing[code] = self._computing.get(code, True) and only_computes(module)
 
     def computes(self, unit: nn.Module) -> bool:
@@ -162,6 +166,9 @@ class UnitCalls:
     @contextlib.contextmanager
     def as_nodes(self, symbolic: bool) -> Iterator[None]:
         """While Dynamo traces a frame: calls of units in loops become nodes, where that may be."""
+        if not _there_may_be_units():
+            yield
+            return
         owner: Any = UnspecializedNNModuleVariable
         call, ambient = owner.call_function, _ambient()
         self._unknown = False
