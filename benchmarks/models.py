@@ -247,7 +247,7 @@ def _plan(architecture: Architecture, asked: float | str, eager: _Run, time_limi
     found.seconds = step.scheduled.planning_seconds
     found.reasons = [_in_brief(reason) for reason in internals.capture_failures() - before]
     found.failures = [_FOLDERS.sub("", failure) for failure in step.failures]
-    if left_out := step.scheduled.left_out(training.module.named_parameters()):
+    if left_out := step.scheduled.left_out(training.module):
         found.failures.append(f"not captured: what reads {left_out[0]} and {len(left_out) - 1} parameters more")
     if (plan := step.plan) is not None:
         found.budget_bytes, found.predicted_peak_bytes = plan.budget_bytes, plan.predicted_peak_bytes
