@@ -14,7 +14,8 @@ import torch
 import torch.fx
 from torch.fx import Node
 
-from lightning_remat.capture._torch import argument_of, runs_in_forward
+from lightning_remat.capture._sums import forward_ops
+from lightning_remat.capture._torch import argument_of
 
 
 def gradient_order(graph: torch.fx.Graph, num_fwd_outputs: int) -> tuple[int, ...]:
@@ -26,14 +27,10 @@ def gradient_order(graph: torch.fx.Graph, num_fwd_outputs: int) -> tuple[int, ..
     results: Any = output.args[0]
     descriptions = list(output.meta.get("desc") or [])
     primals = {argument_of(node.meta.get("desc")): node for node in graph.find_nodes(op="placeholder")}
-    forward: dict[Any, list[Node]] = {}
-    for node in graph.nodes:
-        if runs_in_forward(node):
-            forward.setdefault(node.meta.get("seq_nr"), []).append(node)
+    forward = forward_ops(graph)
     place = {node: number for number, node in enumerate(graph.nodes)}
-    first: dict[
-        Any, int
-    ] = {}  # by autograd's number for an op, the place of the first gradient that its backward computes
+    # By autograd's number for an op, the place of the first gradient that its backward computes.
+    first: dict[Any, int] = {}
     found: list[tuple[Any, int, int, int]] = []
     for node, described in zip(results[num_fwd_outputs:], descriptions[num_fwd_outputs:], strict=False):
         argument = argument_of(described)

@@ -209,6 +209,15 @@ def refuse_written_views(graph: torch.fx.Graph, num_fwd_outputs: int, views: fro
         )
 
 
+def forward_ops(graph: torch.fx.Graph) -> dict[Any, list[Node]]:
+    """The ops of a joint graph's forward, by autograd's number for them."""
+    ops: dict[Any, list[Node]] = {}
+    for node in graph.nodes:
+        if runs_in_forward(node):
+            ops.setdefault(node.meta.get("seq_nr"), []).append(node)
+    return ops
+
+
 @dataclasses.dataclass(frozen=True)
 class _Forward:
     """The forward of a joint graph.
@@ -224,10 +233,6 @@ class _Forward:
     @classmethod
     def of(cls, graph: torch.fx.Graph, num_fwd_outputs: int) -> _Forward:
         """That of a graph."""
-        ops: dict[Any, list[Node]] = {}
-        for node in graph.nodes:
-            if runs_in_forward(node):
-                ops.setdefault(node.meta.get("seq_nr"), []).append(node)
         output = graph.output_node()
         results: Any = output.args[0]
         places = [output_described(described) for described in (output.meta.get("desc") or [])[:num_fwd_outputs]]
@@ -237,7 +242,7 @@ class _Forward:
             place = output_of_tangent(node)
             if place is not None and isinstance(by_place.get(place), Node):
                 outputs[node] = by_place[place]
-        return cls(ops, outputs)
+        return cls(forward_ops(graph), outputs)
 
 
 def _summands(gradient: Node, primal: Node, forward: _Forward) -> tuple[list[Node], list[Node]]:

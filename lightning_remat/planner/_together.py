@@ -61,16 +61,12 @@ MOST_CHOICES = 400
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One graph of a step, with costs, and the memory beside it: what is known (``around``), and what was measured.
-
-    ``curve`` has the schedules that it was given to choose from when it was planned before; they are added to it.
-    """
+    """One graph of a step, with costs, and the memory beside it: what is known (``around``), and what was measured."""
 
     captured: CapturedGraph
     weights: Weights
     around: Surroundings
     beside: Beside = NOTHING_BESIDE
-    curve: list[Schedule] = dataclasses.field(default_factory=list)
 
     @property
     def graph(self) -> ComputationGraph:
@@ -291,16 +287,17 @@ def _planned_together(
 
 
 def _all_options(parts: Sequence[Part], alone: Sequence[ComputationGraph], time_limit: float) -> list[list[_Option]]:
-    """The options of each graph; those of one that runs several times, or was planned before, are made once."""
-    new = {id(part.curve): (part, graph) for part, graph in zip(parts, alone, strict=True) if not part.curve}
-    for part, graph in new.values():
-        part.curve.extend(_curve(graph, time_limit / len(NEEDS) / len(new)))
-    found: list[list[_Option]] = []
+    """The options of each graph; those of one that runs several times are made once."""
+    each = time_limit / len(NEEDS) / max(1, len({id(part.captured) for part in parts}))
+    curves: dict[int, list[Schedule]] = {}
     known: dict[tuple[int, int, int], tuple[int, list[_Option]]] = {}
+    found: list[list[_Option]] = []
     for part, graph in zip(parts, alone, strict=True):
-        key = id(part.curve), graph.forward_resident_bytes, _outside_bytes(graph)
+        if id(part.captured) not in curves:
+            curves[id(part.captured)] = _curve(graph, each)
+        key = id(part.captured), graph.forward_resident_bytes, _outside_bytes(graph)
         if key not in known:
-            known[key] = graph.resident_bytes, [_option(graph, schedule) for schedule in part.curve]
+            known[key] = graph.resident_bytes, [_option(graph, schedule) for schedule in curves[id(part.captured)]]
         before, options = known[key]
         more = graph.resident_bytes - before  # bytes that are held all the time add to the peak
         found.append([dataclasses.replace(one, peak_bytes=one.peak_bytes + more) for one in options])

@@ -75,7 +75,6 @@ class Graph:
     left: bool = False
     calls: tuple[int, int, int] = (0, 0, 0)
     read: set[int] = dataclasses.field(default_factory=set)
-    _curve: tuple[CapturedGraph | None, list[Schedule]] = (None, [])
     # By the outputs without a gradient in a backward: the gradients that are None then, and the outputs' tangents.
     _dropped: Recent[frozenset[int], frozenset[int]] = dataclasses.field(default_factory=Recent)
     _unread: Recent[frozenset[int], frozenset[str]] = dataclasses.field(default_factory=Recent)
@@ -86,12 +85,6 @@ class Graph:
         self.versions[number] = version
         self.arrivals.add(version, captured, schedule)
         self.buffers.add(number, captured, schedule)
-
-    def curve(self) -> list[Schedule]:
-        """The schedules that it chooses from where it is planned with others; empty before that, and when its costs change."""
-        if self._curve[0] is not self.captured:
-            self._curve = self.captured, []
-        return self._curve[1]
 
     def called(self, number: int, args: Sequence[Any]) -> None:
         """Note that it runs in the call of this number (several times, perhaps)."""

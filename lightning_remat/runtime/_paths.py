@@ -166,8 +166,7 @@ class Paths:
         captured = {graph: with_outside(graph.captured) for graph in path}
         beside = self.beside.get((shapes, path)) or (NOTHING_BESIDE,) * len(path)
         parts = [
-            Part(captured[graph], graph.weights, graph.around, one, graph.curve())
-            for graph, one in zip(path, beside, strict=True)
+            Part(captured[graph], graph.weights, graph.around, one) for graph, one in zip(path, beside, strict=True)
         ]
         try:
             plans = self._plans.together(parts, fixed, path[0].memory)
