@@ -57,10 +57,11 @@ def smallest_of_all(trainer: pl.Trainer, number: int) -> int:
 
 def held_on_device(trainer: pl.Trainer, module: pl.LightningModule, *beside: Any) -> int:
     """Bytes on the device of the module, its gradients, DDP's buckets, the optimizers' state, and ``beside``."""
-    in_buckets = gradients_in_buckets(trainer)
     device = trainer.strategy.root_device
-    held = held_bytes(module, trainer.optimizers, *beside, gradients=not in_buckets, device=device)
-    return held + bucket_bytes(trainer)
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    if gradients_in_buckets(trainer):
+        gradients = [one for one in gradients if not one._is_view()]
+    return held_bytes(module, trainer.optimizers, *beside, gradients, device=device) + bucket_bytes(trainer)
 
 
 def bucket_bytes(trainer: pl.Trainer) -> int:
@@ -72,9 +73,17 @@ def bucket_bytes(trainer: pl.Trainer) -> int:
 
 
 def gradients_in_buckets(trainer: pl.Trainer) -> bool:
-    """Whether gradients are views of DDP's buckets (``gradient_as_bucket_view=True``), without memory of their own."""
+    """Whether gradients are views of DDP's buckets (``gradient_as_bucket_view=True``), without memory of their own.
+
+    Those that are accumulated before they are reduced are none until then.
+    """
     model = trainer.strategy.model
     return isinstance(model, DistributedDataParallel) and bool(model.gradient_as_bucket_view)
+
+
+def reduces_gradients(model: Any) -> bool:
+    """Whether DDP reduces the gradients of the step that runs now."""
+    return isinstance(model, DistributedDataParallel) and bool(model.require_backward_grad_sync)
 
 
 def unsynchronized(model: Any) -> contextlib.AbstractContextManager[None]:

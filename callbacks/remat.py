@@ -40,9 +40,6 @@ from lightning_remat.measure import PeakMemory, track_peak
 from lightning_remat.planner import AtHand, Plan, RematWarning
 from lightning_remat.runtime import ScheduledStep, is_compiled, unknown_torch
 
-DDP_SETTLES = 2
-"""First steps, not measured under DDP: it rebuilds its buckets then, in the order in which gradients arrive."""
-
 FIRST_STEPS = 3
 """Steps that are measured after each new plan on CUDA, where that costs nothing: the allocator keeps its peak."""
 
@@ -303,7 +300,10 @@ class RematCallback(Callback):
         self._batches += 1
         if self._step is None or not self.config.measure:
             return
-        if self._batches <= DDP_SETTLES and bucket_bytes(trainer):
+        settles = (
+            trainer.accumulate_grad_batches + 1
+        )  # DDP rebuilds its buckets once it knows in which order gradients arrive
+        if self._batches <= settles and bucket_bytes(trainer):
             return
         interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         due = interval > 0 and (steps_logged(trainer) + 1) % interval == 0

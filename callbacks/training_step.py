@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_remat.budget import BudgetKind, parse_budget
@@ -22,6 +22,7 @@ from lightning_remat.callbacks.distributed import (
     bucket_bytes,
     gradients_in_buckets,
     held_on_device,
+    reduces_gradients,
     unsynchronized,
 )
 from lightning_remat.callbacks.optimizer_state import optimizer_state_bytes
@@ -85,7 +86,8 @@ class TrainingStep:
             several_backwards=not module.automatic_optimization,
             agreement=None if alone else agreement(trainer),
             reserved=parse_budget(config.budget).kind is BudgetKind.AUTO,  # also where all processes agreed on a size
-            accumulates=lambda: self.guard is _unguarded and _adds_gradients_alone(trainer, module),
+            reduces=lambda: self._is_left_alone(trainer) and reduces_gradients(trainer.strategy.model),
+            accumulates=lambda: self._is_left_alone(trainer) and _takes_gradients(trainer),
             at_hand=at_hand,
         )
 
@@ -102,6 +104,13 @@ class TrainingStep:
             self._deferred.drop()
             return output
         return self._deferred.settle(output, log=self._logs)
+
+    def _is_left_alone(self, trainer: pl.Trainer) -> bool:
+        """Whether nothing but ``Tensor.backward`` of the step's loss follows it, and no step is repeated."""
+        module = self._module
+        own = "backward" in vars(module) or type(module).backward is not pl.LightningModule.backward
+        plain = type(trainer.precision_plugin).backward is Precision.backward
+        return self.guard is _unguarded and module.automatic_optimization and not own and plain
 
     def install(self, after: Callable[[], None] = lambda: None) -> None:
         """Make the strategy run this step; ``after`` is called after each run, also when it raises."""
@@ -166,14 +175,14 @@ def _unguarded(run: functools.partial[Any]) -> Any:
 def surroundings(trainer: pl.Trainer, module: pl.LightningModule, reserve: int = 0) -> Surroundings:
     """What the device holds in a training step: the module, its gradients, DDP's buckets, and the optimizers' state."""
     device = trainer.strategy.root_device
-    in_buckets = gradients_in_buckets(trainer)  # then gradients take no memory of their own
+    accumulating = _accumulates(trainer)
     state = optimizer_state_bytes(trainer.optimizers, device)
     around = Surroundings(
         module_bytes=held_bytes(module, device=device),
         trainable_bytes=held_bytes([p for p in module.parameters() if p.requires_grad], device=device),
         resident_bytes=state + bucket_bytes(trainer) + reserve,
-        old_gradients=not in_buckets,
-        accumulating=_accumulates(trainer) and not in_buckets,
+        old_gradients=accumulating or not gradients_in_buckets(trainer),
+        accumulating=accumulating,
         held_bytes=held_on_device(trainer, module),
         state_bytes=max(0, state - held_bytes(trainer.optimizers, device=device)),
         kept_free_bytes=reserve,
@@ -187,12 +196,13 @@ def _accumulates(trainer: pl.Trainer) -> bool:
     return trainer.accumulate_grad_batches > 1 or any(max(s.scheduling.values()) > 1 for s in schedulers)
 
 
-def _adds_gradients_alone(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
-    """Whether each backward only adds the step's gradients to the parameters' existing ones, and is never repeated."""
-    own = "backward" in vars(module) or type(module).backward is not pl.LightningModule.backward
-    plain = type(trainer.precision_plugin).backward is Precision.backward
-    single = isinstance(trainer.strategy, SingleDeviceStrategy) and not hasattr(trainer.strategy, "recover_with")
-    return module.automatic_optimization and not own and plain and single and _accumulates(trainer)
+def _takes_gradients(trainer: pl.Trainer) -> bool:
+    """Whether gradients that leave a backward while it runs take no memory of their own from then on: no backward is repeated,
+    and they are added to those at hand, or to DDP's buckets.
+    """
+    plain = isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy))
+    taken = _accumulates(trainer) or gradients_in_buckets(trainer)
+    return plain and not hasattr(trainer.strategy, "recover_with") and taken
 
 
 _NOTHING = object()

@@ -5,6 +5,7 @@
 * What is known of single ops: ``_ops``, ``_overwriting``, ``_scatters``, ``_layouts`` and ``_effects``.
 * Other forms of a joint graph: ``tiling`` with what can be computed in slices, ``fusing`` with runs of ops in one kernel.
 * Gradients are added and laid out as in eager mode: ``_sums``, ``_ports``, ``_tangents`` and ``_autocast``.
+  Where several processes train, they come in eager mode's order (``_gradient_order``), and leave in ``_stages``.
 * What is replaced in Dynamo while it traces: ``_buffers``, ``_compiled``, ``_constants``, ``_hook_order``, ``_masks``,
   ``_messages``, ``_numpy``; and ``_rows`` and ``packed`` sequences, of which some are found ``_early``.
 * Dynamo's graphs before AOTAutograd traces them: ``_regions`` are inlined, and ``_inference`` mode may be refused.

@@ -65,14 +65,13 @@ def from_joint(
         parameters: for each argument of the captured function, whether it is a parameter (missing ones are told apart by
             ``static_inputs`` alone).
         name: of the graph, for people.
-        hand_over: by the position of an argument, a function that is called with the argument's gradient, as soon as
-            that is computed, and the position. The graph holds the gradient no longer, and returns in its place what
-            the function returns.
+        hand_over: functions that are given gradients as soon as these are computed. The graph holds such a gradient no
+            longer, and returns in its place what the function returns.
 
     Raises:
         CaptureError: for a graph that holds something that cannot be scheduled, such as an op that overwrites its inputs.
     """
-    rewrite(module.graph, num_fwd_outputs, hand_over or {})
+    rewrite(module.graph, num_fwd_outputs, hand_over or HandOver())
 
     def readable(module: torch.fx.GraphModule) -> Callable[[Sizes], CapturedGraph]:
         outputs = tuple(module.graph.output_node().args[0])  # type: ignore[arg-type]

@@ -61,7 +61,7 @@ class Accumulator:
     Attributes:
         positions: positions of the parameters among the arguments whose gradients may be added here.
         alone: whether the present call's gradients come from this graph alone; otherwise they are returned to autograd.
-        hand_over: by a parameter's position among the arguments, what is given its gradient as soon as that is computed
+        takes: by a parameter's position among the arguments, what is given its gradient as soon as that is computed
             (see `lightning_remat.capture.from_joint`).
     """
 
@@ -75,12 +75,10 @@ class Accumulator:
         self._to_homes = False
         self._at_home: dict[int, int] = {}  # positions of the parameters, by the ids of their homes
 
-        def accumulate_grad(gradient: torch.Tensor, position: int) -> torch.Tensor | None:
+        def accumulate_grad(gradient: torch.Tensor, position: int, _last: Any = None) -> torch.Tensor | None:
             return self._added(gradient, position)
 
-        self.hand_over: Mapping[int, Callable[[torch.Tensor, int], torch.Tensor | None]] = dict.fromkeys(
-            self.positions, accumulate_grad
-        )
+        self.takes: Mapping[int, Callable[..., torch.Tensor | None]] = dict.fromkeys(self.positions, accumulate_grad)
 
     def begin(self, parameters: Mapping[int, torch.nn.Parameter], dropped: Collection[int | None]) -> None:
         """A backward begins, with these parameters by position; those at ``dropped`` get no gradients."""

@@ -30,7 +30,9 @@ from lightning_remat.capture._channels_last import ChannelsLast
 from lightning_remat.capture._checkpoints import checkpoints, refuse_other_second_evaluations
 from lightning_remat.capture._gradient_order import gradient_order, without_gradients
 from lightning_remat.capture._inference import refuse_inference_mode
+from lightning_remat.capture._nodes import gradient_arguments
 from lightning_remat.capture._ports import hands_on_views_alone, with_ports
+from lightning_remat.capture._stages import Stages, in_stages, stages_of
 from lightning_remat.capture._sums import (
     Sums,
     differentiable_views,
@@ -41,6 +43,7 @@ from lightning_remat.capture._sums import (
 )
 from lightning_remat.capture._tangents import Layouts
 from lightning_remat.capture.packed._joint import AddedElsewhereError, add_inside_layers, as_in_eager_mode
+from lightning_remat.capture.rewritings import HandOver
 from lightning_remat.errors import CaptureError, GraphError, RematError, ScheduleError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.lowering import lower, without_tangents
@@ -169,6 +172,7 @@ class _Reading:
         parameters: for each argument, whether it is a parameter.
         autocast: what autocast did while the graph was captured.
         accumulator: see `Accumulator`; ``None`` where gradients are returned to autograd.
+        stages: the arguments whose gradients the accumulator takes together (see `HandOver`).
         last: whether it is the last graph that the function runs: no later one of the call adds to its inputs'
             gradients.
         shared: see `Backend`.
@@ -180,6 +184,7 @@ class _Reading:
     parameters: list[bool]
     autocast: Autocast
     accumulator: Accumulator | None
+    stages: tuple[tuple[int, ...], ...]
     last: bool
     shared: bool
 
@@ -208,7 +213,7 @@ class _Reading:
             static_inputs=static_lifetime_input_indices or (),
             parameters=self.parameters,
             name=self.name,
-            hand_over=self.accumulator.hand_over if self.accumulator is not None else None,
+            hand_over=HandOver(self.accumulator.takes, self.stages) if self.accumulator is not None else None,
         )
         return captured, sums
 
@@ -260,7 +265,8 @@ class _Handed:
         self._step, self._shared = backend.step, backend.shared
         self._module, self._inputs, self._code = module, inputs, code
         self._in_checkpoints = in_checkpoints
-        sharded = backend.step.plans.planning.surroundings().sharded  # then it is one of several: hooks stand between
+        around = backend.step.plans.planning.surroundings()
+        sharded = around.sharded  # then it is one of several: hooks stand between
         self._whole = internals.is_whole_function(module, inputs) and not sharded
         self._reading = _Reading(
             backend.step.reasons.name,
@@ -271,6 +277,7 @@ class _Handed:
             accumulator=Accumulator(inputs, backend.step.recordings.homes)
             if backend.accumulates() and self._whole
             else None,
+            stages=(),
             last=internals.ends_function(module, code, backend.function),
             shared=backend.shared,
         )
@@ -279,8 +286,9 @@ class _Handed:
         self._weights: dict[int, int] = {}
         self._sums: Sums = {}
         self._order: tuple[int, ...] = ()
+        self._stages: Stages | None = None
         self._without: frozenset[int] = frozenset()
-        self._sharded = sharded
+        self._sharded, self._accumulating = sharded, around.accumulating
         self._casts: frozenset[int] = frozenset()
         self._computed: dict[int, bool] = {}
         self._planned: _Planned | None = None
@@ -296,7 +304,9 @@ class _Handed:
             exchange.opened = functools.partial(opened, sums=self._sums)
             exchange.summed = {first: others for first, *others in self._sums.values()}
         graph = self._graph(self._planned, exchange)
-        arguments = self._sums, self._order, self._without, self._casts, self._computed
+        if self._stages is not None:
+            exchange.in_stages = functools.partial(in_stages, stages=self._stages)
+        arguments = self._sums, self._order, self._stages, self._without, self._casts, self._computed
         return Runner(graph, compiled, self._step, *arguments, self._views).run
 
     def _partition(self, joint: torch.fx.GraphModule, joint_inputs: Any, **described: Any) -> internals.Modules:
@@ -308,6 +318,15 @@ class _Handed:
         if self._shared or not self._whole:
             self._casts = cast_arguments(joint.graph, autocast)
         self._computed = {i: i in autocast.computed for i in cast_often(joint.graph, autocast)}
+        # Where gradients are not added to others, it is autograd that takes them, a stage at a time.
+        taken = self._reading.accumulator is not None and not self._accumulating
+        if self._order and self._whole and self._reading.last and not self._shared:
+            nbytes = [one.nbytes if isinstance(one, torch.Tensor) else 0 for one in self._inputs]
+            self._stages = stages_of(self._order, nbytes.__getitem__, gradient_arguments(*traced), fine=taken)
+        if taken and self._stages is None:
+            self._reading = dataclasses.replace(self._reading, accumulator=None)
+        elif taken and self._stages is not None:
+            self._reading = dataclasses.replace(self._reading, stages=self._stages.arguments)
         captured, self._sums = self._reading.read(joint, joint_inputs, **described)
         # Parameters that the step reaches through an optimizer are not inputs: Dynamo's module holds them.
         for value in (*self._inputs, *self._module.parameters()):

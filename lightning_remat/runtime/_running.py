@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from lightning_remat.capture import _torch as internals
 from lightning_remat.capture._autocast import Casts, casts_in_backward, is_cast_for_each_use, shares_casts
 from lightning_remat.capture._ports import Ports
+from lightning_remat.capture._stages import StagedBackward, Stages
 from lightning_remat.capture._sums import HandedOut, Sums, adds_elsewhere
 from lightning_remat.capture._tangents import Given
 from lightning_remat.planner._plan import Plan
@@ -40,6 +41,7 @@ class Step:
         several_backwards: whether a call may be followed by several backwards, or hold them (manual optimization).
         shared: see `ScheduledStep`; there may also be a backward for each output of a call.
         recordings: of its graphs, where they are recorded.
+        reduces: asked in each call whether its gradients are reduced over processes while its backward runs.
     """
 
     plans: Plans
@@ -50,6 +52,7 @@ class Step:
     several_backwards: bool
     shared: bool
     recordings: Recordings
+    reduces: Callable[[], bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +65,7 @@ class _Run:
         compare: looks whether buffers have changed since (see `MovingBuffers.watch`).
         added: by position, the parameters whose gradients the `Accumulator` may add.
         handed_out: the gradients that autograd adds up.
+        staged: runs the backward in stages; ``None`` where it runs as a whole.
         measured: the measurement of the call; ``None`` if it is not measured.
         position: position of the graph in the call.
     """
@@ -71,6 +75,7 @@ class _Run:
     compare: Callable[[], None]
     added: Mapping[int, torch.nn.Parameter]
     handed_out: HandedOut
+    staged: StagedBackward | None
     measured: MeasuredStep | None
     position: int
 
@@ -85,6 +90,7 @@ class Runner:
         sums: the gradients whose summands autograd adds up.
         order: positions of arguments in the order in which eager mode has their gradients; none where that is of no
             consequence.
+        stages: of its backward, where gradients leave that while it runs.
         without: positions of arguments that get no gradient.
         casts: positions of arguments that eager mode casts once under one autocast region, whatever uses them.
         computed: positions of arguments that are cast several times, each with whether the capture took it for a
@@ -100,13 +106,14 @@ class Runner:
         step: Step,
         sums: Sums,
         order: Sequence[int],
+        stages: Stages | None,
         without: frozenset[int],
         casts: frozenset[int],
         computed: Mapping[int, bool],
         views: Any,
     ) -> None:
         self._graph, self._compiled, self._step = graph, compiled, step
-        self._order, self._without = order, without
+        self._order, self._stages, self._without = order, stages, without
         self._sums, self._casts, self._computed, self._views = sums, casts, computed, views
 
     def run(self, *args: Any) -> Any:
@@ -136,10 +143,13 @@ class Runner:
             cast = [get_gradient_edge(args[i]) for i in self._casts if args[i].requires_grad and args[i].is_leaf]
             region = internals.autocast_region(graph.captured.device.type)
             handed_out.casts = Casts(region, frozenset((edge.node, edge.output_nr) for edge in cast))
+        staged = self._in_stages(args)
         given: Sequence[Any] = args
         if copies or self._sums or self._order or self._without:
             given = [copies.get(i, value) for i, value in enumerate(args)]
-            given = handed_out.inputs(given, self._order, self._without)
+            given = handed_out.inputs(given, () if staged is not None else self._order, self._without)
+        if staged is not None:
+            given = staged.inputs(given)
         if measured is not None:
             measured.begins(position, "forward")
         outputs = self._compiled(*given)
@@ -156,10 +166,17 @@ class Runner:
             accumulator.alone = False  # until it is known what the call returns
             call.nodes.update(internals.captured_node(one)[0] for one in outputs)
         first = plans.runs[number] == 1
-        run = _Run(number, first, compare, added, handed_out, measured, position)
+        run = _Run(number, first, compare, added, handed_out, staged, measured, position)
         inputs = args if given is args else (*args, *given)
         internals.on_backward(inputs, outputs, functools.partial(self._backward_begins, run), ports.gradients)
         return outputs[: len(outputs) - len(self._views)]
+
+    def _in_stages(self, args: Sequence[Any]) -> StagedBackward | None:
+        """What runs the backward of this call in stages, where there is a use for that."""
+        stages, step = self._stages, self._step
+        if stages is None or step.recordings.any or not (step.reduces() and stages.are_of(args)):
+            return None
+        return StagedBackward(stages)
 
     def _plan(self, args: Sequence[Any]) -> tuple[int, Plan | SizedPlan]:
         """The number of the plan to run now, and the plan: for the present sizes, call's path, or graph alone."""
@@ -206,7 +223,7 @@ class Runner:
             )
         run.handed_out.begin()
         dropped = graph.leave_out(unused)
-        graph.exchange.taken = run.handed_out.taken
+        graph.exchange.taken, graph.exchange.staged = run.handed_out.taken, run.staged
         self._notice_what_is_shared(run.handed_out, node)
         graph.exchange.ported = graph.arrivals.tangents(ported)
         self._take_as_given(run.number, given)

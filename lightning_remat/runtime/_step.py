@@ -74,6 +74,8 @@ class ScheduledStep:
         several_backwards: whether a call may be followed by several backwards, or hold them (manual optimization).
         agreement: has each graph measured and planned in one of the processes that train the same model; ``None`` for
             one.
+        reduces: asked in each call whether its gradients are reduced over processes while its backward runs: nothing but
+            ``Tensor.backward`` of what the call returns may follow it then.
         accumulates: asked when a graph is captured: whether its backward may add gradients to ``.grad`` itself. Nothing
             but ``Tensor.backward`` of what a call returns may follow the call then.
         reserved: whether the budget is one of bytes that a CUDA device's allocator reserves, not of allocated ones; by
@@ -107,6 +109,7 @@ class ScheduledStep:
         leave_alone: bool = False,
         several_backwards: bool = False,
         agreement: Agreement | None = None,
+        reduces: Callable[[], bool] = bool,
         accumulates: Callable[[], bool] = bool,
         reserved: bool | None = None,
         at_hand: AtHand | None = None,
@@ -143,6 +146,7 @@ class ScheduledStep:
             several_backwards,
             shared,
             self._recordings,
+            reduces,
         )
         self._backend = Backend(function, step, accumulates, shared)
         self._captures = Captures(function, self._backend, self._call, self._reasons, dynamic_sources)

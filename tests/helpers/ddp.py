@@ -12,15 +12,21 @@ import copy
 import hashlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torch.distributed import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader
 
 from lightning_remat.callbacks import RematCallback, distributed
+from lightning_remat.capture._stages import StagedBackward
 from lightning_remat.strategies import RematDDPStrategy
 from tests.helpers.failing import failing
 from tests.helpers.training import Classifier, Validated, assert_same, callback, fit, loader
@@ -56,6 +62,40 @@ class OwnShapes(Classifier):
         return super().training_step((x[:rows], y[:rows]), batch_idx)
 
 
+class Large(Classifier):
+    """With gradients of 8 MiB: their reduction may begin before all of them are there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [layer for _ in range(8) for layer in (nn.Linear(512, 512), nn.Tanh(), nn.Dropout(0.1))]
+        self.net = nn.Sequential(nn.Linear(16, 512), *layers, nn.Linear(512, 4))
+
+
+def clamp(weight: torch.Tensor) -> None:
+    weight.grad.clamp_(-1e-3, 1e-3)  # type: ignore[union-attr]
+
+
+class Tied(Large):
+    """With a weight that is used twice, a layer that no step uses, and hooks that look at gradients on their way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[4].weight = self.net[10].weight
+        self.unused = nn.Linear(3, 3)
+        self.net[7].weight.register_hook(lambda gradient: gradient * 2)
+        self.net[13].weight.register_post_accumulate_grad_hook(clamp)
+
+
+class Sometimes(Large):
+    """Half of the layers have no part in every other loss."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        if batch_idx % 2:
+            return nn.functional.cross_entropy(nn.Sequential(*self.net[:13], self.net[-1])(x), y)
+        return super().training_step(batch, batch_idx)
+
+
 class Wide(Classifier):
     """Large enough for its peak to be measured well."""
 
@@ -75,12 +115,17 @@ def large() -> DataLoader[Any]:
     return loader(4096, 512)
 
 
+def rows() -> DataLoader[Any]:
+    """Nine batches of 128 in each of two processes, the last of 64."""
+    return loader(17 * 128, 128)
+
+
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"make": Validated, "val": True},
     "unused": {"make": Unused, "ddp": {"find_unused_parameters": True}},
     "static": {"ddp": {"static_graph": True}},
-    "views": {"ddp": {"gradient_as_bucket_view": True}, "accumulate_grad_batches": 2},
-    "accumulating": {"accumulate_grad_batches": 2},
+    "views": {"ddp": {"gradient_as_bucket_view": True}, "accumulate_grad_batches": 2, "budget": 0.7},
+    "accumulating": {"accumulate_grad_batches": 2, "budget": 0.7},
     "shapes": {"make": OwnShapes},
     "auto": {"budget": "auto"},
     "artifacts": {"make": OwnShapes, "remat": {"artifacts": True}},
@@ -95,10 +140,70 @@ CASES: dict[str, dict[str, Any]] = {
     "checked-static": {"ddp": {"static_graph": True}, "remat": {"check": True}},
     "four": {"make": Validated, "val": True, "devices": 4, "train": lambda: loader(96)},
     "infeasible": {"budget": 2000},
+    "overlapped": {"make": Large, "train": rows, "remat": {"measure": True}, "noted": True},
+    "overlapped-static": {"make": Large, "train": rows, "ddp": {"static_graph": True}},
+    "overlapped-tied": {"make": Tied, "train": rows, "ddp": {"find_unused_parameters": True}},
+    "overlapped-sometimes": {"make": Sometimes, "train": rows, "ddp": {"find_unused_parameters": True}, "budget": 0.7},
+    "overlapped-bf16": {"make": Large, "train": rows, "precision": "bf16-mixed", "gradient_clip_val": 0.1},
+    "overlapped-views": {
+        "make": Large,
+        "train": rows,
+        "ddp": {"gradient_as_bucket_view": True},
+        "remat": {"measure": True},
+        "budget": 0.7,
+    },
+    "overlapped-accumulating": {
+        "make": Large,
+        "train": rows,
+        "accumulate_grad_batches": 2,
+        "remat": {"measure": True},
+        "budget": 0.7,
+    },
+    "overlapped-views-accumulating": {
+        "make": Large,
+        "train": rows,
+        "accumulate_grad_batches": 2,
+        "ddp": {"gradient_as_bucket_view": True},
+        "remat": {"measure": True},
+        "budget": 0.7,
+    },
+    "overlapped-four": {"make": Large, "train": rows, "devices": 4},
     "forward fails": {"make": Taught, "fails": "forward", "budget": 0.7},
     "backward fails": {"make": Taught, "fails": "backward", "budget": 0.7},
     "backward always fails": {"fails": "backward", "budget": 0.7, "times": 100},
 }
+
+
+class Noting(Callback):
+    """It is noted when DDP begins to reduce a bucket."""
+
+    def __init__(self, events: list[tuple[str, int]]) -> None:
+        self.events = events
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        model: Any = trainer.strategy.model
+        model.register_comm_hook(None, lambda state, bucket: self.reduced(state, bucket))  # DDP reads no annotations
+
+    def reduced(self, state: Any, bucket: GradBucket) -> Any:
+        """Reduce it as DDP does."""
+        self.events.append(("bucket", bucket.index()))
+        return allreduce_hook(state, bucket)
+
+
+@contextlib.contextmanager
+def stages_noted(events: list[tuple[str, int]]) -> Iterator[None]:
+    """While open, it is noted which stage of a backward begins."""
+    run = StagedBackward._next
+
+    def noted(self: StagedBackward, number: int) -> Any:
+        events.append((f"stage of {self.stages.last + 1}", number))
+        return run(self, number)
+
+    StagedBackward._next = noted  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        StagedBackward._next = run  # type: ignore[method-assign]
 
 
 def run(name: str, folder: Path) -> None:
@@ -107,7 +212,10 @@ def run(name: str, folder: Path) -> None:
     make, ddp, budget, options = (case.pop(key) for key in ("make", "ddp", "budget", "remat"))
     fails, times = case.pop("fails", None), case.pop("times", 1)
     case = {"devices": 2, "use_distributed_sampler": True, "default_root_dir": folder, **case}
-    plain = fit(make, strategy=DDPStrategy(**ddp), **case)
+    events: list[tuple[str, int]] = []
+    noting = [Noting(events)] if case.pop("noted", False) else []
+    plain = fit(make, *noting, strategy=DDPStrategy(**ddp), **case)
+    events.clear()
     rank = plain.trainer.global_rank
     if name == "auto":  # what the devices have differs; the smaller is that of the second process
         distributed.device_bytes = lambda *_args, **_kwargs: 17_000 - 1_000 * rank  # type: ignore[attr-defined]
@@ -116,8 +224,8 @@ def run(name: str, folder: Path) -> None:
     strategy = RematDDPStrategy(retries=2, **ddp) if fails else DDPStrategy(**ddp)
     trouble = failing(fails, times) if fails and rank == 1 else contextlib.nullcontext()
     try:
-        with trouble:
-            scheduled = fit(make, remat, strategy=strategy, **case)
+        with trouble, stages_noted(events):
+            scheduled = fit(make, remat, *noting, strategy=strategy, **case)
         assert_same(plain.results, scheduled.results)
     except Exception as error:  # noqa: BLE001 - told to the test
         found["error"] = f"{type(error).__name__}: {error}"
@@ -125,6 +233,7 @@ def run(name: str, folder: Path) -> None:
     found["failures"] = remat.failures
     found["runs"] = remat.runs
     found["check"] = remat.check_report.summary() if remat.check_report is not None else None
+    found["events"] = events
     found["measured"] = remat.measured_peak_bytes
     found["plans"] = [
         {
@@ -132,6 +241,7 @@ def run(name: str, folder: Path) -> None:
             "budget": plan.budget_bytes,
             "predicted": plan.predicted_peak_bytes,
             "resident": plan.graph.resident_bytes,
+            "gradients": plan.graph.gradient_bytes,
             "schedule": hashlib.sha256(json.dumps(plan.schedule.to_dict()).encode()).hexdigest(),
             "solve_seconds": plan.solve_seconds,
         }

@@ -21,6 +21,7 @@ if TYPE_CHECKING or not unknown_torch():
     from lightning_remat.capture._torch._allocator import allocator_settings, set_allocator_settings
     from lightning_remat.capture._torch._aot import Frame
     from lightning_remat.capture._torch._autocast import (
+        as_autocast_is,
         autocast_region,
         enter_autocast,
         enter_inference_mode,
@@ -83,6 +84,7 @@ if TYPE_CHECKING or not unknown_torch():
     )
     from lightning_remat.capture._torch._handlers import replaced_handlers
     from lightning_remat.capture._torch._inductor import Compiled, Uncompiled, cast, compile_all
+    from lightning_remat.capture._torch._lines import hand_out
     from lightning_remat.capture._torch._loggers import logging_calls
     from lightning_remat.capture._torch._profiler import (
         allocations,
@@ -168,6 +170,7 @@ __all__ = [
     "allocations",
     "allocator_settings",
     "argument_of",
+    "as_autocast_is",
     "as_returned",
     "assert_async",
     "autocast_region",
@@ -200,6 +203,7 @@ __all__ = [
     "graph_is_kept",
     "guard_on",
     "guard_on_gradients",
+    "hand_out",
     "hint",
     "holders",
     "in_backward",

@@ -2,11 +2,14 @@
 
 * ``_enter_autocast``, ``_exit_autocast``: the calls by which a graph of Dynamo's has a region (see
   ``capture._autocast``).
+* ``_DisableAutocast``: autocast is off where AOTAutograd runs what it has captured under autocast.
 * ``_enter_inference_mode``: torch before 2.13 cannot capture it (see ``capture._inference``).
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,3 +34,9 @@ def autocast_region(kind: str) -> Any:
 
 _CASTED: dict[str, tuple[torch.Tensor, ...]] = {}
 """The tensors that are cast for that, by the type of the device."""
+
+
+def as_autocast_is() -> Callable[[], contextlib.AbstractContextManager[Any]]:
+    """Makes contexts in which autocast is off, if it is kept from anything at present, and left alone otherwise."""
+    off = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutocastCPU)
+    return torch._C._DisableAutocast if off else contextlib.nullcontext

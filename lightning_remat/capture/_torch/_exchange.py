@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +17,7 @@ from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensor
 
 from lightning_remat.capture._tangents import Given
 from lightning_remat.capture._torch._fake import real_tensors
-from lightning_remat.capture._torch._running import Arrival, Modules, ObserveNode, Runner
+from lightning_remat.capture._torch._running import Arrival, Modules, ObserveNode, Runner, boxed
 from lightning_remat.capture._torch._views import hands_back, written
 
 MOST_VERSIONS = 64
@@ -76,6 +76,16 @@ class Recorder(Protocol):
         """The backward of the forward that was replayed just now may come as long as there is this tensor."""
 
 
+class Staged(Protocol):
+    """Runs a backward in stages (see ``capture._stages``)."""
+
+    def begin(self, running: Any, dropped: Collection[int], done: Callable[[], None] | None) -> list[Any]:
+        """The gradients of the first stage, and ``None`` for the others."""
+
+    def begin_with(self, found: Sequence[Any]) -> list[Any]:
+        """The same where all gradients are there already."""
+
+
 def _inputs_among(modules: Modules) -> list[int]:
     """By position of an output, the position of the input that it is; -1 for what is no input."""
     places = {node: i for i, node in enumerate(modules.forward.graph.find_nodes(op="placeholder"))}
@@ -121,6 +131,8 @@ class Exchange:
         ported: tangents of the next backward that autograd gives zeros for, by their positions among its arguments,
             counted from the end (see ``capture._ports``).
         done: called when the next backward has run.
+        staged: runs the next backward in stages; ``None`` where it runs as a whole.
+        in_stages: makes a backward that does so.
         observe: where it is set, every op is run through it (slow).
         recorder: where it is set, it runs forwards and backwards, and may replay recorded ones.
     """
@@ -137,6 +149,8 @@ class Exchange:
         self.taken: Callable[[Sequence[Any]], None] | None = None
         self.ported: Mapping[int, torch.Tensor] = {}
         self.done: Callable[[], None] | None = None
+        self.staged: Staged | None = None
+        self.in_stages: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] = lambda module: module
         self.observe: ObserveNode | None = None
         self.recorder: Recorder | None = None
         self._versions: dict[int, _Version] = {}  # the one that ran last at the end
@@ -285,7 +299,12 @@ class Exchange:
             dropped = dropped.union(*(self.summed.get(i, ()) for i in dropped))
         taken, self.taken = self.taken, None
         done, self.done = self.done, None
+        staged, self.staged = self.staged, None
         run = self._backward(number)
+        if staged is not None and self.observe is None:
+            if run.in_stages is None:
+                run.in_stages = boxed(self.in_stages(run.module))
+            return staged.begin(run.in_stages(args), dropped, done)
         if self.recorder is None or self.observe is not None:
             found = run(args, self.observe)
         else:
@@ -297,7 +316,8 @@ class Exchange:
             taken(found[len(found) - summands :])
         if done is not None:
             done()
-        return found[: len(found) - summands]
+        found = found[: len(found) - summands]
+        return found if staged is None else staged.begin_with(found)
 
     def _backward(self, number: int) -> Runner:
         """What runs the next backward of a version."""

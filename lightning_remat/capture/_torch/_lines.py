@@ -1,5 +1,8 @@
 """A graph's code, as ``fx`` writes it and in a third of the time: a function of one list, which gives up each value after its
 last use. What is called, and constants that have no short name, are globals of the code.
+
+Where a graph calls `hand_out`, the function is a generator, which gives a list of what is handed out there, and goes on when
+that list has been cleared.
 """
 
 from __future__ import annotations
@@ -22,6 +25,11 @@ Node = torch.fx.Node
 
 _WRITTEN = {int, float, bool, type(None), str, torch.dtype, torch.device, torch.layout, torch.memory_format}
 _NAMES = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
+
+
+def hand_out(_values: tuple[Any, ...]) -> None:
+    """Stands for the place where a graph's code hands out values, and waits."""
+    raise NotImplementedError("a graph with this call is run as code")
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -111,7 +119,12 @@ class _Code:
         node = line.node
         if node.op == "output":
             return f"    return {self._value(line.args[0])}"
-        over = " = ".join((*self._given_up.get(line, ()), "None"))
+        given_up = self._given_up.get(line, [])
+        if line.target is hand_out:
+            handed = f"    {node.name} = [{', '.join([self._value(one) for one in line.args[0]])}]"
+            over = " = ".join((*(name for name in given_up if name != node.name), "None"))
+            return f"{handed};  {over}\n    yield {node.name}" if over != "None" else f"{handed}\n    yield {node.name}"
+        over = " = ".join((*given_up, "None"))
         return f"    {node.name} = {self._call(line)}" + (f";  {over}" if over != "None" else "")
 
     def _call(self, line: Line) -> str:

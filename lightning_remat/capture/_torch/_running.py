@@ -71,12 +71,14 @@ class Runner:
         without: for a backward: the same without some tangents (see `Exchange.unread`).
         laid_out: likewise, for tangents of other layouts (see `Exchange.arrive`).
         opened: likewise, with its sums taken apart (see `Exchange.opens`).
+        in_stages: the same as a generator (see ``capture._stages``).
     """
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
         self.without: dict[frozenset[str], Runner] = {}
         self.laid_out: dict[Arrival, Runner] = {}
         self.opened: Runner | None = None
+        self.in_stages: Callable[[list[Any]], Any] | None = None
         self.module, self.alone = module, boxed(module)
 
     def __call__(self, args: list[Any], observe: ObserveNode | None) -> Any:
