@@ -106,11 +106,11 @@ class TrainingStep:
         return self._deferred.settle(output, log=self._logs)
 
     def _is_left_alone(self, trainer: pl.Trainer) -> bool:
-        """Whether nothing but ``Tensor.backward`` of the step's loss follows it, and no step is repeated."""
+        """Whether nothing but ``Tensor.backward`` of the step's loss follows it."""
         module = self._module
         own = "backward" in vars(module) or type(module).backward is not pl.LightningModule.backward
         plain = type(trainer.precision_plugin).backward is Precision.backward
-        return self.guard is _unguarded and module.automatic_optimization and not own and plain
+        return module.automatic_optimization and not own and plain
 
     def install(self, after: Callable[[], None] = lambda: None) -> None:
         """Make the strategy run this step; ``after`` is called after each run, also when it raises."""
@@ -197,12 +197,12 @@ def _accumulates(trainer: pl.Trainer) -> bool:
 
 
 def _takes_gradients(trainer: pl.Trainer) -> bool:
-    """Whether gradients that leave a backward while it runs take no memory of their own from then on: no backward is repeated,
-    and they are added to those at hand, or to DDP's buckets.
+    """Whether gradients that leave a backward while it runs take no memory of their own from then on: they are added to those
+    at hand, or to DDP's buckets.
     """
     plain = isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy))
     taken = _accumulates(trainer) or gradients_in_buckets(trainer)
-    return plain and not hasattr(trainer.strategy, "recover_with") and taken
+    return plain and taken
 
 
 _NOTHING = object()

@@ -19,6 +19,7 @@ import torch.fx
 from torch.fx import Node
 
 from lightning_remat.capture import _torch as internals
+from lightning_remat.capture._taken import Taken
 
 FIRST_BYTES = 1024 * 1024
 """Bytes of the gradients of the first stage, and the least of each further one: DDP's first bucket is of this size."""
@@ -158,10 +159,13 @@ class StagedBackward:
 
     Args:
         stages: the gradients of each.
+        taken: told which gradients autograd has, and knows which it has already.
     """
 
-    def __init__(self, stages: Stages) -> None:
-        self.stages = stages
+    def __init__(self, stages: Stages, taken: Taken) -> None:
+        self.stages, self._taken = stages, taken
+        # Of each stage, places among its arguments of those whose gradients autograd waits for, and these.
+        self._waiting: list[dict[int, torch.Tensor]] = []
         self._running: Generator[Gradients, None, Sequence[Any]] | None = None
         self._whole: Sequence[Any] | None = None
         self._dropped: Collection[int] = ()
@@ -174,17 +178,25 @@ class StagedBackward:
         Autograd goes on first with what was made last.
         """
         given = list(args)
+        self._waiting = [
+            {place: args[i] for place, i in enumerate(stage) if not self._taken.is_handed(args[i])}
+            for stage in self.stages.arguments
+        ]
+        waiting = [
+            [stage[place] for place in places]
+            for stage, places in zip(self.stages.arguments, self._waiting, strict=True)
+        ]
         stage: Any = _Stage.apply
         chained: Any = _Chained.apply
         device, token = args[self.stages.arguments[0][0]].device, None
         for number in range(self.stages.last, 0, -1):
-            views = {i: args[i].view_as(args[i]) for i in reversed(self.stages.arguments[number])}
-            token = stage(self, number, device, token, *(views[i] for i in self.stages.arguments[number]))
-            for i in views:
+            views = {i: args[i].view_as(args[i]) for i in reversed(waiting[number])}
+            token = stage(self, number, device, token, *(views[i] for i in waiting[number]))
+            for i in self.stages.arguments[number]:
                 given[i] = args[i].detach()
         first = self.stages.arguments[0]
         for i in reversed(first):
-            given[i] = args[i].view_as(args[i])
+            given[i] = args[i].view_as(args[i]) if i in waiting[0] else args[i].detach()
         given[first[0]] = chained(given[first[0]], token)
         return given
 
@@ -218,16 +230,15 @@ class StagedBackward:
         return returned
 
     def gradients(self, number: int) -> Gradients:
-        """The gradients of a later stage, which runs now; ``None`` where a backward does not come through the call."""
-        places = self.stages.outputs[number]
+        """The gradients of a later stage, which runs now, for which autograd waits."""
         if self._whole is not None:
-            found = [self._whole[place] for place in places]
+            found = [self._whole[place] for place in self.stages.outputs[number]]
             if number == self.stages.last:
                 self._whole = None
-            return found
-        if self._running is None:
-            return [None] * len(places)
-        return self._next(number)
+        else:
+            self._taken.hand(self._waiting[number - 1].values())
+            found = self._next(number)
+        return [found[place] for place in self._waiting[number]]
 
     def _next(self, number: int) -> Gradients:
         """Run one stage."""

@@ -17,6 +17,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_remat.capture import _torch as internals
+from lightning_remat.capture._taken import Taken
 
 RETURNED = -1
 """Way of a gradient that is returned to autograd (see `Accumulator.ways`)."""
@@ -56,6 +57,7 @@ class Accumulator:
 
     Args:
         inputs: the captured function's arguments, when it is captured.
+        taken: told of the gradients that are added, and knows which have been.
         homes: where recorded backwards write gradients.
 
     Attributes:
@@ -65,7 +67,8 @@ class Accumulator:
             (see `lightning_remat.capture.from_joint`).
     """
 
-    def __init__(self, inputs: Sequence[object], homes: Homes | None = None) -> None:
+    def __init__(self, inputs: Sequence[object], taken: Taken, homes: Homes | None = None) -> None:
+        self._taken = taken
         self.positions = tuple(i for i, value in enumerate(inputs) if _is_plain(value))
         self.alone = False
         self._parameters: dict[int, torch.nn.Parameter] = {}  # of the present backward, until their gradients are there
@@ -93,6 +96,8 @@ class Accumulator:
         parameter = self._parameters.pop(position, None)
         if parameter is None:
             return gradient
+        if self._taken.is_added(parameter):  # by a backward that has failed since
+            return None
         if self._to_homes and self._way(parameter) == HOME:
             return self._added_at_home(gradient, position, parameter)
         old = parameter.grad
@@ -101,6 +106,7 @@ class Accumulator:
         if not self.alone or old is None or old.layout is not torch.strided or old.dtype is not gradient.dtype:
             return gradient
         old.add_(gradient)
+        self._taken.add(parameter)
         return None
 
     # -- recorded backwards -------------------------------------------------------------------------------------------

@@ -274,7 +274,7 @@ class _Handed:
             given_views=differentiable_views(inputs),
             parameters=[isinstance(value, torch.nn.Parameter) for value in inputs],
             autocast=Autocast.around(module, inputs),
-            accumulator=Accumulator(inputs, backend.step.recordings.homes)
+            accumulator=Accumulator(inputs, backend.step.taken, backend.step.recordings.homes)
             if backend.accumulates() and self._whole
             else None,
             stages=(),

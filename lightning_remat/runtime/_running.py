@@ -15,6 +15,7 @@ from lightning_remat.capture._autocast import Casts, casts_in_backward, is_cast_
 from lightning_remat.capture._ports import Ports
 from lightning_remat.capture._stages import StagedBackward, Stages
 from lightning_remat.capture._sums import HandedOut, Sums, adds_elsewhere
+from lightning_remat.capture._taken import Taken
 from lightning_remat.capture._tangents import Given
 from lightning_remat.planner._plan import Plan
 from lightning_remat.runtime._call import Call
@@ -41,6 +42,7 @@ class Step:
         several_backwards: whether a call may be followed by several backwards, or hold them (manual optimization).
         shared: see `ScheduledStep`; there may also be a backward for each output of a call.
         recordings: of its graphs, where they are recorded.
+        taken: the gradients that the present backward has added, or handed over.
         reduces: asked in each call whether its gradients are reduced over processes while its backward runs.
     """
 
@@ -52,6 +54,7 @@ class Step:
     several_backwards: bool
     shared: bool
     recordings: Recordings
+    taken: Taken
     reduces: Callable[[], bool]
 
 
@@ -176,7 +179,7 @@ class Runner:
         stages, step = self._stages, self._step
         if stages is None or step.recordings.any or not (step.reduces() and stages.are_of(args)):
             return None
-        return StagedBackward(stages)
+        return StagedBackward(stages, step.taken)
 
     def _plan(self, args: Sequence[Any]) -> tuple[int, Plan | SizedPlan]:
         """The number of the plan to run now, and the plan: for the present sizes, call's path, or graph alone."""
@@ -222,6 +225,7 @@ class Runner:
                 "of this step may have other last bits, and later calls run as before; call backward() after the region"
             )
         run.handed_out.begin()
+        self._step.taken.begin()
         dropped = graph.leave_out(unused)
         graph.exchange.taken, graph.exchange.staged = run.handed_out.taken, run.staged
         self._notice_what_is_shared(run.handed_out, node)

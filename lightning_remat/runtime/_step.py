@@ -24,6 +24,7 @@ import torch.fx
 from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.capture import _torch as internals
 from lightning_remat.capture._nodes import module_path, target_name
+from lightning_remat.capture._taken import Taken
 from lightning_remat.errors import InfeasibleBudgetError
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._late import with_late_gradients
@@ -90,6 +91,7 @@ class ScheduledStep:
             shapes.
         failures: why something could not be captured, each reason once.
         runs: how often the forward of each plan has run.
+        taken: the gradients that the last backward has added to others, or handed to autograd, while it ran.
 
     Raises:
         BudgetError: on a call, for a size over what the device has.
@@ -137,6 +139,7 @@ class ScheduledStep:
         self._measuring = Measuring(self._plans, self._paths, self._call, name, several_backwards)
         self._improving = Improving(self._plans, name)
         self._recordings = Recordings(config.cuda_graphs, name)
+        self.taken = Taken()
         step = Step(
             self._plans,
             self._paths,
@@ -146,6 +149,7 @@ class ScheduledStep:
             several_backwards,
             shared,
             self._recordings,
+            self.taken,
             reduces,
         )
         self._backend = Backend(function, step, accumulates, shared)

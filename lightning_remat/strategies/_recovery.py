@@ -290,11 +290,17 @@ class Recovering(Strategy):
         ]
 
     def _restore(self, before: list[tuple[torch.nn.Parameter, torch.Tensor | None, int]]) -> bool:
-        """Put the gradients back as they were before the backward; returns whether that could be done."""
+        """Put the gradients back as they were before the backward, and return whether that could be done.
+
+        Those that have left it while it ran stay as they are: the repeated backward leaves them alone.
+        """
+        assert self._remat is not None and self._remat.training_step is not None
+        taken = self._remat.training_step.scheduled.taken
         changed = [
             (parameter, gradient)
             for parameter, gradient, version in before
-            if parameter.grad is not gradient or (gradient is not None and gradient._version != version)
+            if not taken.is_taken(parameter)
+            and (parameter.grad is not gradient or (gradient is not None and gradient._version != version))
         ]
         if (
             changed and self.lightning_module is not None and self.lightning_module.trainer.world_size > 1
@@ -304,6 +310,7 @@ class Recovering(Strategy):
             return False
         for parameter, _ in changed:
             parameter.grad = None
+        taken.repeat()
         return True
 
     def _adopt_budget(self, training_step: TrainingStep) -> None:

@@ -168,6 +168,16 @@ CASES: dict[str, dict[str, Any]] = {
         "budget": 0.7,
     },
     "overlapped-four": {"make": Large, "train": rows, "devices": 4},
+    "stage fails": {"make": Large, "train": rows, "fails": "stage", "times": 3, "budget": 0.9},
+    "stage fails, accumulating": {
+        "make": Large,
+        "train": rows,
+        "accumulate_grad_batches": 2,
+        "fails": "stage",
+        "times": 2,
+        "budget": 0.9,
+    },
+    "stage always fails": {"make": Large, "train": rows, "fails": "stage", "budget": 0.9, "times": 100},
     "forward fails": {"make": Taught, "fails": "forward", "budget": 0.7},
     "backward fails": {"make": Taught, "fails": "backward", "budget": 0.7},
     "backward always fails": {"fails": "backward", "budget": 0.7, "times": 100},
@@ -221,7 +231,7 @@ def run(name: str, folder: Path) -> None:
         distributed.device_bytes = lambda *_args, **_kwargs: 17_000 - 1_000 * rank  # type: ignore[attr-defined]
     remat: RematCallback = callback(budget, **options)
     found: dict[str, Any] = {}
-    strategy = RematDDPStrategy(retries=2, **ddp) if fails else DDPStrategy(**ddp)
+    strategy = RematDDPStrategy(retries=3, **ddp) if fails else DDPStrategy(**ddp)
     trouble = failing(fails, times) if fails and rank == 1 else contextlib.nullcontext()
     try:
         with trouble, stages_noted(events):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lightning_remat.capture._stages import StagedBackward
 from lightning_remat.capture._torch import Exchange
 
 
@@ -15,7 +16,11 @@ from lightning_remat.capture._torch import Exchange
 def failing(
     where: str, times: int = 1, after: int = 1, kind: type[Exception] = torch.OutOfMemoryError
 ) -> Iterator[list[int]]:
-    """The forward or the backward of captured graphs runs, and then is out of memory, a few times."""
+    """The forward or the backward of captured graphs runs, and then is out of memory, a few times; or a ``stage`` of it."""
+    if where == "stage":
+        with _stage_failing(times, after, kind) as stages:
+            yield stages
+        return
     original = getattr(Exchange, where)
     calls: list[int] = []
 
@@ -31,3 +36,26 @@ def failing(
         yield calls
     finally:
         setattr(Exchange, where, original)
+
+
+@contextmanager
+def _stage_failing(times: int, after: int, kind: type[Exception]) -> Iterator[list[int]]:
+    """The third stage and those behind it, in turn: gradients of the first two have left the backward then."""
+    original = StagedBackward._next
+    calls: list[int] = []
+
+    def fails(self: StagedBackward, number: int) -> Any:
+        result = original(self, number)
+        if number == 0:
+            calls.append(1)
+        failed = len(calls) - 1 - after
+        if 0 <= failed < times and number == 2 + failed % (self.stages.last - 1):
+            self._running = None
+            raise kind("CUDA: Tried to allocate 1 GiB")
+        return result
+
+    StagedBackward._next = fails  # type: ignore[method-assign]
+    try:
+        yield calls
+    finally:
+        StagedBackward._next = original  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_remat.capture._stages import FIRST_BYTES, MOST_BYTES, MOST_STAGES, in_stages, stages_of
 from lightning_remat.capture._torch import boxed
-from tests.runtime.test_distributed import run
+from tests.runtime.test_distributed import run, start
 
 OVERLAPPED = [
     "overlapped",
@@ -70,6 +70,23 @@ def test_the_measured_peak_is_as_predicted(found, case):
     for process in found[case]:
         assert process["measured"] <= process["plans"][0]["budget"]
         assert process["measured"] == pytest.approx(process["plans"][0]["predicted"], rel=0.02)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("case", "times"), [("stage fails", 3), ("stage fails, accumulating", 2)])
+def test_a_backward_is_repeated_whose_gradients_have_left_it_in_part(tmp_path, case, times):
+    """The other process waits for the rest of them."""
+    undisturbed, disturbed = run(tmp_path, case)[case]
+    for process in (undisturbed, disturbed):
+        assert "error" not in process and process["failures"] == []
+    assert (undisturbed["recoveries"], disturbed["recoveries"]) == (0, times)
+
+
+@pytest.mark.long
+def test_where_one_process_cannot_go_on_all_end_with_its_error(tmp_path):
+    case = "stage always fails"
+    ended = start(tmp_path, case, timeout=120)
+    assert ended.returncode != 0 or "Tried to allocate" in (tmp_path / f"{case}-1.json").read_text()
 
 
 @pytest.mark.long

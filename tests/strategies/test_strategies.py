@@ -15,6 +15,7 @@ from torch import nn
 from lightning_remat.callbacks import RematCallback
 from lightning_remat.callbacks.module_state import ModuleState
 from lightning_remat.errors import ConfigError
+from lightning_remat.runtime._accumulate import Accumulator
 from lightning_remat.strategies import RematDDPStrategy, RematStrategy, _undo
 from tests.helpers.failing import failing
 from tests.helpers.training import Classifier, Validated, assert_same, callback, fit, loader, trainer
@@ -69,6 +70,24 @@ def test_accumulated_gradients_are_kept():
     with failing("backward", times=1, after=1):  # the second batch, whose gradients are added to the first's
         run = fit(Classifier, callback(0.6), strategy=strategy, train=lambda: loader(32), **options)
     assert strategy.recoveries == 1
+    assert_same(undisturbed(**options), run.results)
+
+
+def test_gradients_that_a_failed_backward_has_added_are_not_added_again(monkeypatch):
+    added: list[bool] = []
+    add = Accumulator._added
+
+    def fails(self: Accumulator, gradient: torch.Tensor, position: int) -> torch.Tensor | None:
+        result = add(self, gradient, position)
+        added.append(result is None)
+        if added.count(True) in (3, 8) and result is None:
+            raise torch.OutOfMemoryError("CUDA: Tried to allocate 1 GiB")
+        return result
+
+    monkeypatch.setattr(Accumulator, "_added", fails)
+    options, remat, strategy = {"accumulate_grad_batches": 2}, callback(0.8), RematStrategy()
+    run = fit(Classifier, remat, strategy=strategy, train=lambda: loader(32), **options)
+    assert strategy.recoveries == 2 and remat.plans[0].rematerializes
     assert_same(undisturbed(**options), run.results)
 
 
