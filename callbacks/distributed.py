@@ -9,12 +9,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_remat.budget import BudgetKind, device_bytes, parse_budget
 from lightning_remat.measure import held_bytes
-from lightning_remat.planner import RematConfig, RematWarning
+from lightning_remat.planner import RematConfig
 from lightning_remat.runtime import Agreement
 
 
@@ -29,12 +28,6 @@ def agreed_config(trainer: pl.Trainer, module: pl.LightningModule, config: Remat
     """Options that are the same in all processes: ``"auto"`` becomes the smallest budget of any device, in bytes."""
     if trainer.world_size == 1:
         return config
-    if config.background:
-        rank_zero_warn(
-            "background=True is for one process so far: plans are made before the training step runs, as without it",
-            category=RematWarning,
-        )
-        config = dataclasses.replace(config, background=False)
     if parse_budget(config.budget).kind is not BudgetKind.AUTO:
         return config
     return dataclasses.replace(config, budget=smallest_of_all(trainer, available_bytes(trainer, module, config.margin)))

@@ -130,9 +130,22 @@ def read_solution(path: Path, graph: ComputationGraph, budget_bytes: int | None 
     data = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(data, dict) or not isinstance(data.get("budget_bytes"), int):
         raise ValueError("no JSON object with a budget")
-    solution = Solution.from_dict(data.get("solution"))
+    return verified(data.get("solution"), graph, data["budget_bytes"] if budget_bytes is None else budget_bytes)
+
+
+def verified(data: Any, graph: ComputationGraph, budget_bytes: int) -> Solution:
+    """A solution from plain data, verified.
+
+    Args:
+        data: see `Solution.to_dict`.
+        graph: the graph that it is a solution of.
+        budget_bytes: what its peak must stay within.
+
+    Raises:
+        ValueError, RematError: when it holds no schedule of ``graph`` within that budget.
+    """
+    solution = Solution.from_dict(data)
     if solution.schedule is None:
         raise ValueError("a solution without a schedule")
-    budget = data["budget_bytes"] if budget_bytes is None else budget_bytes
     seconds = sum(graph.ops[op].seconds * count for op, count in solution.schedule.evaluations.items())
-    return dataclasses.replace(solution, peak_bytes=verify(graph, solution.schedule, budget), seconds=seconds)
+    return dataclasses.replace(solution, peak_bytes=verify(graph, solution.schedule, budget_bytes), seconds=seconds)

@@ -88,6 +88,10 @@ class Agreement:
             time.sleep(POLL_SECONDS)
         return [json.loads(self._store.get(f"{key}/said/{n}")) for n in range(1, said + 1)]
 
+    def first(self, what: str) -> bool:
+        """Whether this process is the first to ask about ``what``: it does something for all."""
+        return bool(self._store.add(f"lightning_remat/{self.name}/{what}/first", 1) == 1)
+
     def tell(self, what: str, text: str) -> None:
         """Leave a note, ``text`` on the topic ``what``, for the other processes."""
         key = f"lightning_remat/{self.name}/told/{what}"

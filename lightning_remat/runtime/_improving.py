@@ -6,9 +6,12 @@ import dataclasses
 import logging
 
 from lightning_remat.budget import BudgetKind, parse_budget
+from lightning_remat.planner._plan import Plan
+from lightning_remat.planner._plan_cache import fingerprint
 from lightning_remat.runtime._graph import Graph
 from lightning_remat.runtime._plans import Plans
 from lightning_remat.runtime._search import Search
+from lightning_remat.runtime._shared_search import TellingSearch, ToldSearch
 from lightning_remat.solvers import Status
 
 log = logging.getLogger(__name__)
@@ -28,7 +31,7 @@ class Improving:
 
     def __init__(self, plans: Plans, name: str) -> None:
         self._plans, self._name = plans, name
-        self.search: tuple[Search, Graph] | None = None
+        self.search: tuple[Search | ToldSearch, Graph] | None = None
         self.waiting: list[Graph] = []
 
     def take(self) -> None:
@@ -76,7 +79,18 @@ class Improving:
             known = self._plans.planning.cache.path(plan.graph, plan.budget_bytes, config).exists()
             smallest = parse_budget(config.budget).kind is BudgetKind.MIN
             if plan.rematerializes and plan.status is not Status.OPTIMAL and not known and not smallest:
-                self.search = Search(plan, config), graph
+                self.search = self._search(plan), graph
+
+    def _search(self, plan: Plan) -> Search | ToldSearch:
+        """A search for a plan's graph: in this process, or in that which trains with it and was the first to begin one."""
+        planning = self._plans.planning
+        agreement, config = planning.agreement, planning.config
+        if agreement is None:
+            return Search(plan, config)
+        topic = f"better {fingerprint(plan.graph, plan.budget_bytes)}"
+        if agreement.first(topic):
+            return TellingSearch(plan, config, agreement, topic)
+        return ToldSearch(plan, agreement, topic)
 
     def close(self) -> None:
         """End the search that runs, and forget the waiting graphs; the plans stay."""

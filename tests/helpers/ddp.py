@@ -12,6 +12,7 @@ import copy
 import hashlib
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from torch.utils.data import DataLoader
 
 from lightning_remat.callbacks import RematCallback, distributed
 from lightning_remat.capture._stages import StagedBackward
+from lightning_remat.planner import _make
+from lightning_remat.solvers import solve
 from lightning_remat.strategies import RematDDPStrategy
 from tests.helpers.failing import failing
 from tests.helpers.training import Classifier, Validated, assert_same, callback, fit, loader
@@ -115,6 +118,23 @@ def large() -> DataLoader[Any]:
     return loader(4096, 512)
 
 
+class Waiting(Callback):
+    """The first plan is a dear one, and before the fourth batch training waits for what is found meanwhile."""
+
+    def __init__(self) -> None:
+        _make.solve = lambda graph, budget, *_, **__: solve(graph, budget, "chen_sqrt")  # type: ignore[attr-defined]
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        (remat,) = (one for one in trainer.callbacks if isinstance(one, RematCallback))  # type: ignore[attr-defined]
+        assert remat._step is not None
+        improving, until = remat._step._improving, time.monotonic() + 60
+        while batch_idx == 3 and improving.search is not None and time.monotonic() < until:
+            improving.take()
+            time.sleep(0.1)
+
+
 def rows() -> DataLoader[Any]:
     """Nine batches of 128 in each of two processes, the last of 64."""
     return loader(17 * 128, 128)
@@ -140,6 +160,7 @@ CASES: dict[str, dict[str, Any]] = {
     "checked-static": {"ddp": {"static_graph": True}, "remat": {"check": True}},
     "four": {"make": Validated, "val": True, "devices": 4, "train": lambda: loader(96)},
     "infeasible": {"budget": 2000},
+    "background": {"make": Large, "train": rows, "remat": {"background": True, "time_limit": 4.0}, "budget": 0.6},
     "overlapped": {"make": Large, "train": rows, "remat": {"measure": True}, "noted": True},
     "overlapped-static": {"make": Large, "train": rows, "ddp": {"static_graph": True}},
     "overlapped-tied": {"make": Tied, "train": rows, "ddp": {"find_unused_parameters": True}},
@@ -223,10 +244,12 @@ def run(name: str, folder: Path) -> None:
     fails, times = case.pop("fails", None), case.pop("times", 1)
     case = {"devices": 2, "use_distributed_sampler": True, "default_root_dir": folder, **case}
     events: list[tuple[str, int]] = []
-    noting = [Noting(events)] if case.pop("noted", False) else []
+    noting: list[Callback] = [Noting(events)] if case.pop("noted", False) else []
     plain = fit(make, *noting, strategy=DDPStrategy(**ddp), **case)
     events.clear()
     rank = plain.trainer.global_rank
+    if name == "background":
+        noting = [Waiting()]
     if name == "auto":  # what the devices have differs; the smaller is that of the second process
         distributed.device_bytes = lambda *_args, **_kwargs: 17_000 - 1_000 * rank  # type: ignore[attr-defined]
     remat: RematCallback = callback(budget, **options)
@@ -249,6 +272,7 @@ def run(name: str, folder: Path) -> None:
         {
             "rematerializes": plan.rematerializes,
             "budget": plan.budget_bytes,
+            "seconds": plan.predicted_seconds,
             "predicted": plan.predicted_peak_bytes,
             "resident": plan.graph.resident_bytes,
             "gradients": plan.graph.gradient_bytes,

@@ -20,8 +20,9 @@ from lightning_remat import rematerialize
 from lightning_remat.callbacks import RematCallback
 from lightning_remat.planner import Plan, RematConfig, _make, make_plan
 from lightning_remat.planner._plan_cache import PlanCache
-from lightning_remat.runtime import _improving, _search
+from lightning_remat.runtime import Agreement, _improving, _search
 from lightning_remat.runtime._search import Search
+from lightning_remat.runtime._shared_search import TellingSearch, ToldSearch
 from lightning_remat.solvers import Solution, Status, solve
 from tests.helpers.graphs import unit_chain
 
@@ -126,6 +127,27 @@ def test_a_schedule_that_does_not_fit_is_refused(caplog: pytest.LogCaptureFixtur
         assert search.better() is None
     assert len(caplog.records) == 1 and "cannot be used" in caplog.text
     assert not search.running
+
+
+def test_another_process_is_told_what_is_found_and_verifies_it(caplog: pytest.LogCaptureFixture) -> None:
+    plan, store = dear_plan(), torch.distributed.HashStore()
+    here, there = Agreement("fit", store=store), Agreement("fit", store=store)
+    assert here.first("better") and not there.first("better") and here.first("other")
+    told, other = ToldSearch(plan, there, "better"), ToldSearch(plan, Agreement("fit", store=store), "better")
+    assert told.better() is None and told.running
+    search = TellingSearch(plan, RematConfig(budget=BUDGET, time_limit=2.0), here, "better")
+    found = wait_for(search)
+    while search.running:
+        found = search.better() or found
+    assert found is not None and search.completed
+    told._asked = 0.0
+    heard = told.better()
+    assert heard is not None and not told.running and not told.completed
+    assert heard.schedule == found.schedule and heard.seconds == found.seconds < plan.predicted_seconds
+    other._plan = dataclasses.replace(plan, budget_bytes=found.peak_bytes - 1)
+    with caplog.at_level(logging.WARNING):
+        assert other.better() is None
+    assert "cannot be used" in caplog.text and not other.running
 
 
 def net() -> torch.nn.Module:

@@ -111,6 +111,19 @@ def test_buckets_are_counted(found):
 
 
 @pytest.mark.long
+def test_one_process_searches_on_for_all(tmp_path):
+    first, second = run(tmp_path, "background")["background"]
+    for process in (first, second):
+        assert "error" not in process and process["failures"] == []
+        dear, better, _of_the_last_batch = process["plans"]
+        assert (
+            better["seconds"] < dear["seconds"] and process["runs"][0] + process["runs"][1] == 8 and process["runs"][1]
+        )
+    assert first["plans"][0] == second["plans"][0]
+    assert first["plans"][1]["schedule"] == second["plans"][1]["schedule"] != first["plans"][0]["schedule"]
+
+
+@pytest.mark.long
 def test_an_infeasible_budget_is_told_in_both(tmp_path):
     for process in run(tmp_path, "infeasible")["infeasible"]:
         assert "smallest feasible budget found is" in process["error"]
