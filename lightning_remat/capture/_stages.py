@@ -93,63 +93,65 @@ def stages_of(
 def in_stages(backward: torch.fx.GraphModule, stages: Stages) -> torch.fx.GraphModule:
     """A backward that hands out the gradients of each stage but the last where they are there, and returns that one's.
 
-    A gradient is there once nothing reads it, or what lies in its memory, any more: autograd may keep it as it is then.
+    A gradient is there once nothing reads what lies in its memory any more: autograd may keep it as it is then.
     """
-    graph = torch.fx.Graph()
-    copies: dict[Node, Node] = {}
+    graph, copies = torch.fx.Graph(), dict[Node, Node]()
     outputs: Any = backward.graph.output_node().args[0]
     nodes = [node for node in backward.graph.nodes if node.op != "output"]
-    after: dict[Node | None, list[int]] = {}
     place = {node: i for i, node in enumerate(nodes)}
-    there = -1
+    given = sum(node.op == "placeholder" for node in nodes)
+    ends: dict[int, list[int]] = {}  # by the place of a node, the stages that end behind it
+    there = given - 1
     for number, stage in enumerate(stages.outputs[:-1]):
-        last = [_last_use(outputs[i], place) for i in stage if isinstance(outputs[i], Node)]
-        there = max((there, *last))
-        after.setdefault(nodes[there] if there >= 0 else None, []).append(number)
+        there = max([there, *(_last_read(outputs[i], place) for i in stage if isinstance(outputs[i], Node))])
+        ends.setdefault(there, []).append(number)
 
-    def hand(numbers: Sequence[int]) -> None:
-        for number in numbers:
-            handed = [copies[one] if isinstance(one := outputs[i], Node) else one for i in stages.outputs[number]]
-            graph.call_function(internals.hand_out, (tuple(handed),))
+    def copy(node: Node) -> Node:
+        if node not in copies:  # a view may be made before its turn
+            copies[node] = graph.node_copy(node, copy)
+        return copies[node]
 
-    inner = nodes[sum(node.op == "placeholder" for node in nodes) - 1] if nodes else None
-    waiting = after.pop(None, [])
-    for node in nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-        waiting += after.get(node, ())
-        if node.op != "placeholder" or node is inner:
-            hand(waiting)
-            waiting = []
-    graph.output(
-        tuple(copies[one] if isinstance(one := outputs[i], Node) else one for i in stages.outputs[stages.last])
-    )
+    def gradients(number: int) -> tuple[Any, ...]:
+        return tuple(copy(one) if isinstance(one := outputs[i], Node) else one for i in stages.outputs[number])
+
+    for i, node in enumerate(nodes):
+        copy(node)
+        for number in ends.get(i, ()):
+            graph.call_function(internals.hand_out, (gradients(number),))
+    graph.output(gradients(stages.last))
     return internals.unwritten(backward, graph)
 
 
-def _last_use(gradient: Node, place: dict[Node, int]) -> int:
-    """The place of the last node that reads a gradient, or something that may lie in its memory."""
-    found, left, seen = place[gradient], [gradient], {gradient}
+def _last_read(gradient: Node, place: dict[Node, int]) -> int:
+    """The place of the last node that reads something in a gradient's memory, or makes it. (To make a view reads nothing.)"""
     source = gradient
-    while _may_lie_in(source):  # what it is a view of
+    while _is_view(source):
         source = source.args[0]  # type: ignore[assignment]
-        left.append(source)
-        seen.add(source)
+    found, left, seen = place[source], [source], {source}
     while left:
-        node = left.pop()
-        for user in node.users:
-            if user.op == "output":
+        for user in left.pop().users:
+            if user.op == "output" or user in seen:
                 continue
-            found = max(found, place[user])
-            if _may_lie_in(user) and user not in seen:
+            if not _is_view(user):
+                found = max(found, place[user])
+            if _may_lie_in(user):
                 seen.add(user)
                 left.append(user)
     return found
+
+
+def _is_view(node: Node) -> bool:
+    """Whether a node is a view of its first argument."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and not schema.is_mutable and _may_lie_in(node)
 
 
 def _may_lie_in(node: Node) -> bool:
     """Whether a node's result may lie in the memory of its first argument."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
         return False
+    if node.target is torch.ops.aten._unsafe_view.default:  # its schema does not say so
+        return True
     schema = getattr(node.target, "_schema", None)
     return schema is None or any(one.alias_info is not None for one in schema.returns)
 

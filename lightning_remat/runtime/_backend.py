@@ -347,6 +347,7 @@ class _Handed:
                     self._weights,
                     self._whole,
                     buffers.planned_bytes + self._step.recordings.room_bytes(captured),
+                    staged=self._stages is not None,
                 )
         except (ScheduleError, GraphError):  # a defect of this library must not end the user's step: it runs as before
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.capture import CapturedGraph, Fusing, Tiling
 from lightning_remat.capture import _torch as internals
 from lightning_remat.errors import InfeasibleBudgetError, ScheduleError
@@ -117,16 +119,38 @@ class Plans:
     # -- making plans -------------------------------------------------------------------------------------------------
 
     def first(
-        self, captured: CapturedGraph, weights: Weights, whole: bool, room_bytes: int
+        self, captured: CapturedGraph, weights: Weights, whole: bool, room_bytes: int, *, staged: bool = False
     ) -> tuple[CapturedGraph, ComputationGraph, Plan, Surroundings, DeviceMemory | None]:
         """Measure and plan a graph that was just captured.
+
+        Args:
+            captured: the graph.
+            weights: see `Graph`.
+            whole: whether it is the only graph of a call, as far as is known.
+            room_bytes: see `Planning.made`.
+            staged: whether its gradients leave it while it runs: then none is computed later than in eager mode, unless the
+                budget takes it.
 
         Returns:
             The graph with costs, the same with the memory that is held beside it, its plan, that memory, and the CUDA
             device's memory.
         """
         captured, cost_seconds = self.planning.measured(captured)
-        captured = with_late_gradients(captured)
+        if staged and parse_budget(self.planning.config.budget).kind is not BudgetKind.MIN:
+            with contextlib.suppress(InfeasibleBudgetError):
+                return self._first(captured, cost_seconds, weights, whole, room_bytes, lambda form: form)
+        return self._first(with_late_gradients(captured), cost_seconds, weights, whole, room_bytes, with_late_gradients)
+
+    def _first(
+        self,
+        captured: CapturedGraph,
+        cost_seconds: float,
+        weights: Weights,
+        whole: bool,
+        room_bytes: int,
+        ordered: Callable[[CapturedGraph], CapturedGraph],
+    ) -> tuple[CapturedGraph, ComputationGraph, Plan, Surroundings, DeviceMemory | None]:
+        """Plan a graph that was measured; ``ordered`` puts the ops of its other forms in order."""
         begins = not (any(self.runs) or self.plain or self._call.ran)
         around, memory = self.planning.on_device(captured, alone=not self._call.ran, begins=begins)
 
@@ -148,7 +172,7 @@ class Plans:
             if form is captured:
                 return planned(form, cost_seconds, below_seconds=below_seconds)
             form, more_seconds = self.planning.measured(form)
-            form, seconds = with_late_gradients(form), cost_seconds + more_seconds
+            form, seconds = ordered(form), cost_seconds + more_seconds
             return planned(form, seconds, below_seconds=below_seconds, budget_bytes=budget_bytes)
 
         config, alone = self.planning.config, self._alone(captured, whole)

@@ -27,8 +27,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import DataLoader
 
 from lightning_remat.callbacks import RematCallback, distributed
-from lightning_remat.capture._stages import StagedBackward
+from lightning_remat.capture._stages import StagedBackward, Stages
 from lightning_remat.planner import _make
+from lightning_remat.runtime import _backend
 from lightning_remat.solvers import solve
 from lightning_remat.strategies import RematDDPStrategy
 from tests.helpers.failing import failing
@@ -162,6 +163,7 @@ CASES: dict[str, dict[str, Any]] = {
     "infeasible": {"budget": 2000},
     "background": {"make": Large, "train": rows, "remat": {"background": True, "time_limit": 4.0}, "budget": 0.6},
     "overlapped": {"make": Large, "train": rows, "remat": {"measure": True}, "noted": True},
+    "overlapped-narrow": {"make": Large, "train": lambda: loader(96, 8), "budget": 1.0},
     "overlapped-static": {"make": Large, "train": rows, "ddp": {"static_graph": True}},
     "overlapped-tied": {"make": Tied, "train": rows, "ddp": {"find_unused_parameters": True}},
     "overlapped-sometimes": {"make": Sometimes, "train": rows, "ddp": {"find_unused_parameters": True}, "budget": 0.7},
@@ -223,18 +225,25 @@ class Noting(Callback):
 
 @contextlib.contextmanager
 def stages_noted(events: list[tuple[str, int]]) -> Iterator[None]:
-    """While open, it is noted which stage of a backward begins."""
-    run = StagedBackward._next
+    """While open, it is noted which stage of a backward begins, and at what percentage of its ops the first one ends."""
+    run, cut = StagedBackward._next, _backend.in_stages
+
+    def noted_cut(backward: torch.fx.GraphModule, stages: Stages) -> torch.fx.GraphModule:
+        module = cut(backward, stages)
+        ops = [node for node in module.graph.nodes if node.op == "call_function"]
+        first = next(i for i, node in enumerate(ops) if node.name.startswith("hand_out"))
+        events.append(("first stage ends", 100 * first // len(ops)))
+        return module
 
     def noted(self: StagedBackward, number: int) -> Any:
         events.append((f"stage of {self.stages.last + 1}", number))
         return run(self, number)
 
-    StagedBackward._next = noted  # type: ignore[method-assign]
+    StagedBackward._next, _backend.in_stages = noted, noted_cut  # type: ignore[method-assign]
     try:
         yield
     finally:
-        StagedBackward._next = run  # type: ignore[method-assign]
+        StagedBackward._next, _backend.in_stages = run, cut  # type: ignore[method-assign]
 
 
 def run(name: str, folder: Path) -> None:
