@@ -20,6 +20,7 @@ OVERLAPPED = [
     "overlapped-tied",
     "overlapped-sometimes",
     "overlapped-bf16",
+    "overlapped-checked",
     "overlapped-views",
     "overlapped-accumulating",
     "overlapped-views-accumulating",
@@ -44,6 +45,12 @@ def test_the_numbers_are_those_of_ddp(found, case):
         counts = {int(name.split()[-1]) for name, _ in events}
         assert counts and min(counts) > 4
         assert events == {(f"stage of {count}", number) for count in counts for number in range(count)}
+
+
+@pytest.mark.long
+def test_a_step_is_checked_that_runs_as_a_whole_meanwhile(found):
+    for process in found["overlapped-checked"]:
+        assert process["check"].startswith("checked: loss and 20 gradients are bit for bit")
 
 
 @pytest.mark.long
