@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_remat.errors import GraphError
 from lightning_remat.graph import _checks
-from lightning_remat.graph._host import Host
+from lightning_remat.graph._host import Host, copyable
 from lightning_remat.graph._op import Op, Phase, Tensor, TensorRole
 
 if TYPE_CHECKING:
@@ -129,6 +129,11 @@ class ComputationGraph:
             on_inputs = all(lies_on[t] in read for t in op.outputs)
             flags.append(bool(op.outputs) and on_inputs and not op.mutates and not op.random)
         return tuple(flags)
+
+    @property
+    def copyable(self) -> tuple[bool, ...]:
+        """Whether each tensor may be copied to the host: alone made with its storage, which it fills and no op mutates."""
+        return self.derived(copyable)
 
     @cached_property
     def _derived(self) -> dict[Callable[[ComputationGraph], Any], Any]:
