@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-from lightning_remat._blocks import block_bytes
 from lightning_remat.errors import GraphError
-from lightning_remat.graph._op import Tensor, TensorRole
-
-if TYPE_CHECKING:
-    from lightning_remat.graph._graph import ComputationGraph
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,32 +59,3 @@ class Host:
             return cls(**data)
         except TypeError as error:
             raise GraphError(f"not a description of host memory: {error}") from error
-
-
-def copyable(graph: ComputationGraph) -> tuple[bool, ...]:
-    """Whether each tensor may be copied to the host: alone made with its storage, which it fills and no op mutates."""
-    made: dict[int, list[int]] = {}
-    for op in graph.ops:
-        read = {graph.tensors[t].storage for t in op.inputs}
-        for t in op.outputs:
-            if (storage := graph.tensors[t].storage) not in read:
-                made.setdefault(storage, []).append(t)
-    mutated = {graph.tensors[t].storage for op in graph.ops for t in op.mutates}
-    kind = graph.device.partition(":")[0]
-
-    def may(index: int, tensor: Tensor) -> bool:
-        storage = tensor.storage
-        if tensor.role is not TensorRole.INTERMEDIATE or made.get(storage) != [index] or storage in mutated:
-            return False
-        nbytes = _nbytes(tensor)
-        return graph.storages[storage] > 0 and (nbytes is None or block_bytes(nbytes, kind) == graph.storages[storage])
-
-    return tuple(may(index, tensor) for index, tensor in enumerate(graph.tensors))
-
-
-def _nbytes(tensor: Tensor) -> int | None:
-    """Bytes of the elements, those of an unnamed type being unknown."""
-    if not tensor.dtype:
-        return None
-    bits = re.search(r"\d+", tensor.dtype.replace("bool", "bool8"))
-    return math.prod(tensor.shape) * int(bits[0]) // 8 if bits else -1
