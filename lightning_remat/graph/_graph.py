@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_remat.errors import GraphError
 from lightning_remat.graph import _checks
+from lightning_remat.graph._copyable import copyable
 from lightning_remat.graph._host import Host
 from lightning_remat.graph._op import Op, Phase, Tensor, TensorRole
 
@@ -131,6 +132,11 @@ class ComputationGraph:
         return tuple(flags)
 
     @cached_property
+    def copyable(self) -> tuple[bool, ...]:
+        """Whether each tensor may be copied to the host: alone made with its storage, which it fills and no op mutates."""
+        return copyable(self.ops, self.tensors, self.storages, self.device)
+
+    @cached_property
     def _derived(self) -> dict[Callable[[ComputationGraph], Any], Any]:
         return {}
 
@@ -156,6 +162,8 @@ class ComputationGraph:
             return dataclasses.replace(self, **changes)
         made = copy.copy(self)
         vars(made).update(changes)
+        if "device" in changes:
+            vars(made).pop("copyable", None)
         _checks.resident(made)
         return made
 

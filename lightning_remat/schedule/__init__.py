@@ -2,7 +2,8 @@
 
 * ``_schedule``: schedules, and their plain data.
 * ``_simulate``: bytes held and time passed at each step, and what an allocator is asked for.
-* ``_verify``: the independent check that every schedule passes before it runs.
+* ``_clocks``: the time passed for ops and copies.
+* ``_verify``: the independent check that every schedule passes before it runs; ``_copy_rules``: its part about copies.
 """
 
 from lightning_remat.schedule._schedule import Compute, Copy, Free, Schedule, Step
