@@ -22,14 +22,23 @@ def host_memory(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, 
     """
     if device.type == "cuda":
         try:
-            return torch.empty_strided(shape, stride, dtype=dtype, device="cpu", pin_memory=True)
+            return pinned(shape, stride, dtype)
         except RuntimeError as error:
             _warn_of_unpinned(str(error).partition("\n")[0])
             return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
-    elements = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if 0 not in shape else 0
+    elements = 1 + sum(max(0, size - 1) * step for size, step in zip(shape, stride, strict=True))
     flat = torch.from_numpy(numpy.empty(elements * dtype.itemsize, numpy.uint8)).view(dtype)
     vars(flat.untyped_storage())[_MARK] = True
     return flat.as_strided(shape, stride)
+
+
+def pinned(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Pinned memory for a tensor.
+
+    Raises:
+        RuntimeError: where there is none.
+    """
+    return torch.empty_strided(shape, stride, dtype=dtype, device="cpu", pin_memory=True)
 
 
 def on_host(storage: torch.UntypedStorage) -> bool:

@@ -1,0 +1,278 @@
+"""Tensors that wait on the host: eager's bits, and less memory by what was predicted. The schedules are made by hand."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lightning_remat import _host_memory, rematerialize
+from lightning_remat._rematerialize import Rematerialized
+from lightning_remat.errors import ScheduleError
+from lightning_remat.lowering import lower
+from lightning_remat.measure import held_bytes, peak_memory
+from lightning_remat.planner import _make
+from lightning_remat.schedule import Compute, Copy, Schedule, verify
+from lightning_remat.solvers import Solution, solve
+from tests.exactness.test_exactness import Outcome, eager, gpt2, unet
+from tests.helpers.host_copies import with_copies
+from tests.helpers.nets import Net, inputs, net, same
+
+
+@dataclasses.dataclass
+class Copies:
+    """What was copied: bytes, by the direction."""
+
+    to_host: list[int] = dataclasses.field(default_factory=list)
+    to_device: list[int] = dataclasses.field(default_factory=list)
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
+    """Schedules with copies are planned, whatever the budget; returns what they copy."""
+    found = Copies()
+
+    def solved(graph: Any, _within: int, *_: Any, **__: Any) -> Solution:
+        solution = solve(graph, 2**60, "no_remat")
+        assert solution.schedule is not None
+        if graph.host is None:
+            return solution
+        schedule = with_copies(graph, solution.schedule)
+        peak = verify(graph, schedule)
+        return dataclasses.replace(solution, schedule=schedule, peak_bytes=peak)
+
+    own = _host_memory.Transfer.wait
+
+    def wait(transfer: _host_memory.Transfer) -> torch.Tensor:
+        target = own(transfer)
+        (found.to_host if _host_memory.on_host(target.untyped_storage()) else found.to_device).append(target.nbytes)
+        return target
+
+    monkeypatch.setattr(_make, "solve", solved)
+    monkeypatch.setattr(_make.PlanCache, "load", lambda *_: None)
+    monkeypatch.setattr(_host_memory.Transfer, "wait", wait)
+    return found
+
+
+def scheduled(module: nn.Module, **options: Any) -> Rematerialized:
+    return rematerialize(module, budget=0.5, offload="host", tiling="off", **{"cost_model": "unit", **options})
+
+
+def saved_bytes(step: Rematerialized) -> int:
+    """Bytes that would wait on the device without copies."""
+    assert step.plan is not None
+    return step.plan.baseline_timeline().saved_bytes
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("make", [gpt2, unet])
+def test_networks_train_with_eagers_bits_in_the_memory_that_was_predicted(make: Any, copies: Copies) -> None:
+    module, batch, right = eager(make)
+    step = scheduled(module, cost_model="profile")
+    Outcome(module, step, batch).assert_same(right)
+    plan = step.plan
+    assert plan is not None and step.runs == (3,) and not step.failures
+    assert len(copies.to_host) == len(copies.to_device) == 3 * plan.copies // 2
+    assert sum(copies.to_host) == sum(copies.to_device) == 3 * plan.host_bytes
+    timeline = plan.timeline()
+    assert saved_bytes(step) - timeline.saved_bytes == plan.host_bytes > saved_bytes(step) / 4
+
+    def training_step() -> None:
+        loss = step(*batch)
+        module.zero_grad(set_to_none=True)
+        loss.backward()
+
+    measured = held_bytes(module, batch, gradients=True) + peak_memory(training_step, "cpu")
+    assert measured == pytest.approx(plan.predicted_peak_bytes, rel=0.001)
+    assert measured < 0.98 * plan.baseline_peak_bytes
+
+
+# -- small ones -------------------------------------------------------------------------------------------------------
+
+
+def wide(self: Net, x: torch.Tensor) -> torch.Tensor:
+    h = self.norm(self.first(x))
+    h = functional.dropout(h.tanh().sin(), 0.2) * functional.gelu(h).view(-1, 8, 4).transpose(1, 2).reshape(-1, 32)
+    return self.last(h).square().mean()
+
+
+def both(**options: Any) -> tuple[Net, Net, Rematerialized]:
+    """A network, a copy of it, and that one's step with copies."""
+    module = net(wide, norm=nn.BatchNorm1d(32))
+    other = copy.deepcopy(module)
+    return module, other, scheduled(other, **options)
+
+
+def assert_same(module: nn.Module, other: nn.Module) -> None:
+    assert all(map(same, module.state_dict().values(), other.state_dict().values()))
+    gradients = [[p.grad for p in one.parameters()] for one in (module, other)]
+    assert all(map(same, *gradients))
+
+
+def test_gradients_are_accumulated_and_two_shapes_take_turns(copies: Copies) -> None:
+    module, other, step = both()
+    for trained, run in ((module, module), (other, step)):
+        torch.manual_seed(1)
+        optimizer = torch.optim.AdamW(trained.parameters(), lr=0.1)
+        for number in range(8):
+            run(inputs(32 if number % 3 else 16)).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_same(module, other)
+    assert len(step.plans) == 2 and all(plan.copies for plan in step.plans) and min(step.runs) >= 2
+    assert copies.to_host and sum(copies.to_host) == sum(copies.to_device)
+
+
+def test_a_backward_runs_twice(copies: Copies) -> None:
+    module, other, step = both()
+    for run in (module, step):
+        torch.manual_seed(1)
+        loss = run(inputs())
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_same(module, other)
+    assert len(copies.to_device) == 2 * len(copies.to_host) > 0
+
+
+def test_two_forwards_come_before_their_backwards(copies: Copies) -> None:
+    module, other, step = both()
+    for run in (module, step):
+        torch.manual_seed(1)
+        first, second = run(inputs(32)), run(inputs(32) + 1)
+        (first * 2).backward()
+        second.backward()
+    assert_same(module, other)
+    assert copies.to_device
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_step_that_ends_in_between_leaves_nothing_behind(
+    backward: bool, copies: Copies, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, other, step = both()
+    step(inputs()).backward()
+    fails_at, waits = (len(copies.to_host) if backward else 0) + 2, []
+    own = _host_memory.Transfer.wait
+
+    def failing(transfer: _host_memory.Transfer) -> torch.Tensor:
+        waits.append(transfer)
+        if len(waits) == fails_at:
+            raise torch.OutOfMemoryError("as if")
+        return own(transfer)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_host_memory.Transfer, "wait", failing)
+        with pytest.raises(torch.OutOfMemoryError):
+            step(inputs()).backward()
+    assert len(waits) == fails_at
+    other.load_state_dict(module.state_dict())
+    other.zero_grad()
+    for run in (module, step):
+        torch.manual_seed(1)
+        run(inputs()).backward()
+    assert_same(module, other)
+
+
+def test_ops_are_observed_one_by_one(copies: Copies) -> None:
+    module, other, step = both()
+    torch.manual_seed(1)
+    module(inputs()).backward()
+    step(inputs()).backward()
+    other.load_state_dict(net(wide, norm=nn.BatchNorm1d(32)).state_dict())
+    other.zero_grad()
+    before, seen = len(copies.to_host), []
+
+    def observe(op: str, _module: str, _args: Any, _kwargs: Any, run: Any) -> Any:
+        seen.append(op)
+        return run()
+
+    torch.manual_seed(1)
+    with step._step.observed(observe):
+        step(inputs()).backward()
+    assert_same(module, other)
+    assert seen.count("begin_to_host") == len(copies.to_host) - before == seen.count("begin_to_device") > 0
+
+
+def test_a_gradient_comes_in_another_layout(copies: Copies) -> None:
+    """The backward is made once more for it, and fetches what the same forward has sent."""
+
+    def forward(self: Net, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).tanh().sin())
+
+    found = []
+    for wrap in (False, True):
+        module = net(forward)
+        run = scheduled(module) if wrap else module
+        output = run(inputs())
+        output.t().backward(torch.arange(128.0).view(4, 32))
+        found.append([p.grad for p in module.parameters()])
+    assert all(map(same, *found))
+    assert copies.to_host and len(copies.to_device) == len(copies.to_host)
+
+
+def test_an_output_without_a_gradient(copies: Copies) -> None:
+    def forward(self: Net, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.first(x).tanh()
+        return self.last(h.sin()).sum(), h.exp().cos()
+
+    found = []
+    for wrap in (False, True):
+        module = net(forward)
+        run = scheduled(module) if wrap else module
+        for take in (0, 1):
+            run(inputs())[take].sum().backward()
+        found.append([p.grad for p in module.parameters()])
+    assert all(map(same, *found))
+    assert copies.to_device
+
+
+# -- what is refused, and where it lies -------------------------------------------------------------------------------
+
+
+def test_what_does_not_fill_memory_of_its_own_is_not_copied() -> None:
+    step = rematerialize(net(lambda self, x: self.last(self.first(x)[:8].tanh()).square().mean()), budget=1.0)
+    step(inputs()).backward()
+    captured = step._step._plans.graphs[0].captured
+    graph = captured.graph
+    schedule = solve(graph, 2**60, "no_remat").schedule
+    assert schedule is not None
+    part = next(t for op, one in enumerate(graph.ops) if one.target.startswith("aten.slice") for t in one.outputs)
+    (made,) = (i for i, s in enumerate(schedule.steps) if isinstance(s, Compute) and part in graph.ops[s.op].outputs)
+    before, after = schedule.steps[: made + 1], schedule.steps[made + 1 :]
+    with pytest.raises(ScheduleError, match="does not fill memory of its own"):
+        lower(captured, Schedule((*before, Copy(part, False, False), *after), schedule.boundary + 1))
+    with pytest.raises(ScheduleError, match="has not begun"):
+        lower(captured, Schedule((*before, Copy(part, False, True), *after), schedule.boundary + 1))
+
+
+def test_host_memory_lies_as_the_tensor_does() -> None:
+    for tensor in (
+        torch.randn(3, 4).t(),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.tensor(3),
+    ):
+        for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int64):
+            value = tensor.to(dtype)
+            waiting = _host_memory.begin_to_host(value).wait()
+            assert _host_memory.on_host(waiting.untyped_storage()) and waiting.stride() == value.stride()
+            back = _host_memory.begin_to_device(waiting, value.device).wait()
+            assert torch.equal(back, value) and back.stride() == value.stride() and back.dtype == dtype
+            assert not _host_memory.on_host(back.untyped_storage())
+    empty = _host_memory.begin_to_host(torch.empty(0, 3)).wait()
+    assert empty.shape == (0, 3)
+
+
+def test_host_memory_does_not_count_as_the_devices() -> None:
+    tensor = torch.randn(1024)
+    kept = []
+    used = peak_memory(lambda: kept.append(_host_memory.begin_to_host(tensor).wait()), "cpu")
+    assert used < 64 and kept[0].nbytes == 4096
+    assert (
+        peak_memory(lambda: (kept.clear(), kept.append(torch.empty(512))), "cpu") >= 2048
+    )  # and is no room when it goes
