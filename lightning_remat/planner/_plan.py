@@ -102,7 +102,8 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """Bytes of the tensors that wait in the host's memory."""
-        return self.timeline().host_bytes if self.copies else 0
+        sent = {step.tensor for step in self.schedule.steps if isinstance(step, Copy) and not step.to_device}
+        return sum(self.graph.storages[self.graph.tensors[t].storage] for t in sent)
 
     @property
     def saving(self) -> float:

@@ -1,11 +1,56 @@
-"""Copies to the host and back, put into a schedule by hand."""
+"""Copies to the host and back: schedules with some that are put in by hand, and what is copied while they run."""
 
 from __future__ import annotations
 
 import bisect
+import dataclasses
+from typing import Any
 
+import pytest
+import torch
+
+from lightning_remat import _host_memory
 from lightning_remat.graph import ComputationGraph
-from lightning_remat.schedule import Compute, Copy, Free, Schedule, Step
+from lightning_remat.planner import _make
+from lightning_remat.schedule import Compute, Copy, Free, Schedule, Step, simulate, verify
+from lightning_remat.solvers import Solution, solve
+
+
+@dataclasses.dataclass
+class Copies:
+    """What was copied: bytes, by the direction."""
+
+    to_host: list[int] = dataclasses.field(default_factory=list)
+    to_device: list[int] = dataclasses.field(default_factory=list)
+
+    def count(self, monkeypatch: pytest.MonkeyPatch) -> Copies:
+        """Count what is copied from now on."""
+        own = _host_memory.Transfer.wait
+
+        def wait(transfer: _host_memory.Transfer) -> torch.Tensor:
+            target = own(transfer)
+            (self.to_host if _host_memory.on_host(target.untyped_storage()) else self.to_device).append(target.nbytes)
+            return target
+
+        monkeypatch.setattr(_host_memory.Transfer, "wait", wait)
+        return self
+
+
+def planned_with_copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
+    """Have schedules with copies planned, whatever the budget; returns what they copy."""
+
+    def solved(graph: ComputationGraph, _within: int, *_: Any, **__: Any) -> Solution:
+        solution = solve(graph, 2**60, "no_remat")
+        assert solution.schedule is not None
+        if graph.host is None:
+            return solution
+        schedule = with_copies(graph, solution.schedule)
+        seconds = simulate(graph, schedule).seconds
+        return dataclasses.replace(solution, schedule=schedule, peak_bytes=verify(graph, schedule), seconds=seconds)
+
+    monkeypatch.setattr(_make, "solve", solved)
+    monkeypatch.setattr(_make.PlanCache, "load", lambda *_: None)
+    return Copies().count(monkeypatch)
 
 
 def with_copies(graph: ComputationGraph, schedule: Schedule, share: float = 0.5, *, ahead: int = 3) -> Schedule:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from typing import Any
 
 import pytest
@@ -16,47 +15,16 @@ from lightning_remat._rematerialize import Rematerialized
 from lightning_remat.errors import ScheduleError
 from lightning_remat.lowering import lower
 from lightning_remat.measure import held_bytes, peak_memory
-from lightning_remat.planner import _make
-from lightning_remat.schedule import Compute, Copy, Schedule, verify
-from lightning_remat.solvers import Solution, solve
+from lightning_remat.schedule import Compute, Copy, Schedule
+from lightning_remat.solvers import solve
 from tests.exactness.test_exactness import Outcome, eager, gpt2, unet
-from tests.helpers.host_copies import with_copies
+from tests.helpers.host_copies import Copies, planned_with_copies
 from tests.helpers.nets import Net, inputs, net, same
-
-
-@dataclasses.dataclass
-class Copies:
-    """What was copied: bytes, by the direction."""
-
-    to_host: list[int] = dataclasses.field(default_factory=list)
-    to_device: list[int] = dataclasses.field(default_factory=list)
 
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
-    """Schedules with copies are planned, whatever the budget; returns what they copy."""
-    found = Copies()
-
-    def solved(graph: Any, _within: int, *_: Any, **__: Any) -> Solution:
-        solution = solve(graph, 2**60, "no_remat")
-        assert solution.schedule is not None
-        if graph.host is None:
-            return solution
-        schedule = with_copies(graph, solution.schedule)
-        peak = verify(graph, schedule)
-        return dataclasses.replace(solution, schedule=schedule, peak_bytes=peak)
-
-    own = _host_memory.Transfer.wait
-
-    def wait(transfer: _host_memory.Transfer) -> torch.Tensor:
-        target = own(transfer)
-        (found.to_host if _host_memory.on_host(target.untyped_storage()) else found.to_device).append(target.nbytes)
-        return target
-
-    monkeypatch.setattr(_make, "solve", solved)
-    monkeypatch.setattr(_make.PlanCache, "load", lambda *_: None)
-    monkeypatch.setattr(_host_memory.Transfer, "wait", wait)
-    return found
+    return planned_with_copies(monkeypatch)
 
 
 def scheduled(module: nn.Module, **options: Any) -> Rematerialized:
