@@ -22,14 +22,16 @@ def host_memory(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, 
     """
     if device.type == "cuda":
         try:
-            return pinned(shape, stride, dtype)
+            made = pinned(shape, stride, dtype)
         except RuntimeError as error:
             _warn_of_unpinned(str(error).partition("\n")[0])
-            return torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
-    elements = 1 + sum(max(0, size - 1) * step for size, step in zip(shape, stride, strict=True))
-    flat = torch.from_numpy(numpy.empty(elements * dtype.itemsize, numpy.uint8)).view(dtype)
-    vars(flat.untyped_storage())[_MARK] = True
-    return flat.as_strided(shape, stride)
+            made = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+    else:
+        elements = 1 + sum(max(0, size - 1) * step for size, step in zip(shape, stride, strict=True))
+        flat = torch.from_numpy(numpy.empty(elements * dtype.itemsize, numpy.uint8))
+        made = flat.view(dtype).as_strided(shape, stride)
+    vars(made.untyped_storage())[_MARK] = True
+    return made
 
 
 def pinned(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -42,7 +44,7 @@ def pinned(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> to
 
 
 def on_host(storage: torch.UntypedStorage) -> bool:
-    """Whether a storage is the host's memory in a step on the CPU: it was made by `host_memory`."""
+    """Whether a storage was made by `host_memory`: also in a step on the CPU it is none of the device's memory then."""
     return _MARK in getattr(storage, "__dict__", ())
 
 

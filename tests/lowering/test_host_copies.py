@@ -200,7 +200,7 @@ def test_an_output_without_a_gradient(copies: Copies) -> None:
     assert copies.to_device
 
 
-# -- what is refused, and where it lies -------------------------------------------------------------------------------
+# -- what is refused --------------------------------------------------------------------------------------------------
 
 
 def test_what_does_not_fill_memory_of_its_own_is_not_copied() -> None:
@@ -217,30 +217,3 @@ def test_what_does_not_fill_memory_of_its_own_is_not_copied() -> None:
         lower(captured, Schedule((*before, Copy(part, False, False), *after), schedule.boundary + 1))
     with pytest.raises(ScheduleError, match="has not begun"):
         lower(captured, Schedule((*before, Copy(part, False, True), *after), schedule.boundary + 1))
-
-
-def test_host_memory_lies_as_the_tensor_does() -> None:
-    for tensor in (
-        torch.randn(3, 4).t(),
-        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        torch.tensor(3),
-    ):
-        for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.int64):
-            value = tensor.to(dtype)
-            waiting = _host_memory.begin_to_host(value).wait()
-            assert _host_memory.on_host(waiting.untyped_storage()) and waiting.stride() == value.stride()
-            back = _host_memory.begin_to_device(waiting, value.device).wait()
-            assert torch.equal(back, value) and back.stride() == value.stride() and back.dtype == dtype
-            assert not _host_memory.on_host(back.untyped_storage())
-    empty = _host_memory.begin_to_host(torch.empty(0, 3)).wait()
-    assert empty.shape == (0, 3)
-
-
-def test_host_memory_does_not_count_as_the_devices() -> None:
-    tensor = torch.randn(1024)
-    kept = []
-    used = peak_memory(lambda: kept.append(_host_memory.begin_to_host(tensor).wait()), "cpu")
-    assert used < 64 and kept[0].nbytes == 4096
-    assert (
-        peak_memory(lambda: (kept.clear(), kept.append(torch.empty(512))), "cpu") >= 2048
-    )  # and is no room when it goes
