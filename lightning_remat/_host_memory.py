@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from typing import Any
 
 import numpy
 import torch
@@ -40,7 +41,12 @@ def pinned(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> to
     Raises:
         RuntimeError: where there is none.
     """
-    return torch.empty_strided(shape, stride, dtype=dtype, device="cpu", pin_memory=True)
+    settings: Any = torch.utils.deterministic
+    fills, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False  # by the CPU: it takes long
+    try:
+        return torch.empty_strided(shape, stride, dtype=dtype, device="cpu", pin_memory=True)
+    finally:
+        settings.fill_uninitialized_memory = fills
 
 
 def on_host(storage: torch.UntypedStorage) -> bool:

@@ -67,7 +67,7 @@ class _Carried:
         """The backward module of the other trace."""
         carried, graph = self._schedule(), self.other.graph
         if any(isinstance(step, Copy) for step in carried.steps):  # within what was planned: the forward is the same
-            graph = graph.replace(host=Host(sum(graph.storages), 1.0, 1.0))
+            graph = graph.replace(host=Host(sum(graph.storages), 1.0, 1.0), device=str(self.other.device))
         verify(graph, carried)
         saved = [self._key(key) for key in needed_from_forward(self.captured, self.schedule)]
         known = {self._name(key) for key in saved}
