@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,15 +38,23 @@ class Copies:
         return self
 
 
-def planned_with_copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
-    """Have schedules with copies planned, whatever the budget; returns what they copy."""
+def planned_with_copies(
+    monkeypatch: pytest.MonkeyPatch, fetches: Callable[[ComputationGraph, Schedule], Schedule] | None = None
+) -> Copies:
+    """Have schedules with copies planned; returns what they copy.
 
-    def solved(graph: ComputationGraph, _within: int, *_: Any, **__: Any) -> Solution:
-        solution = solve(graph, 2**60, "no_remat")
+    Args:
+        monkeypatch: puts all back.
+        fetches: puts copies into a schedule for the budget; by default they are put into that without rematerialization,
+            whatever the budget.
+    """
+
+    def solved(graph: ComputationGraph, within: int, *_: Any, **__: Any) -> Solution:
+        solution = solve(graph, 2**60, "no_remat") if fetches is None else solve(graph, within, "auto", 0.5)
         assert solution.schedule is not None
         if graph.host is None:
             return solution
-        schedule = with_copies(graph, solution.schedule)
+        schedule = (fetches or with_copies)(graph, solution.schedule)
         seconds = simulate(graph, schedule).seconds
         return dataclasses.replace(solution, schedule=schedule, peak_bytes=verify(graph, schedule), seconds=seconds)
 
@@ -167,3 +177,42 @@ def _move(
     made_again = {t for step in again[1:] if isinstance(step, Compute) for t in graph.ops[step.op].outputs}
     again += [Free(t) for t in sorted({base, *made_again} - set(present))]
     before.setdefault(first, []).extend(again)
+
+
+def with_fetches(graph: ComputationGraph, schedule: Schedule, seed: int) -> Schedule:
+    """The schedule, in which some of what it computes again in the backward, chosen at random, is fetched instead."""
+    chance = random.Random(seed)
+    steps, boundary = list(schedule.steps), schedule.boundary
+    again: dict[int, list[int]] = {}
+    for index, step in enumerate(steps[boundary:], boundary):
+        if isinstance(step, Compute) and step.over < 0 and len(graph.ops[step.op].outputs) == 1:
+            again.setdefault(graph.ops[step.op].outputs[0], []).append(index)
+    inserted: dict[int, list[Step]] = {}
+    for t, places in again.items():
+        made = [i for i, s in enumerate(steps[:boundary]) if isinstance(s, Compute) and t in graph.ops[s.op].outputs]
+        if not made or not graph.copyable[t] or chance.random() < 0.3:
+            continue
+        together = set(graph.tensors_on[graph.tensors[t].storage])
+        ends = next((i for i in range(made[0] + 1, boundary) if _touches(steps[i], together)), boundary)
+        inserted.setdefault(made[0] + 1, []).append(Copy(t, False, False))
+        inserted.setdefault(ends, []).append(Copy(t, False, True))
+        for place in places:
+            begins = next(i for i in range(place, boundary - 1, -1) if i == boundary or chance.random() < 0.3)
+            gone = next((i for i in range(place - 1, begins - 1, -1) if _touches(steps[i], together)), begins - 1)
+            inserted.setdefault(max(begins, gone + 1), []).append(Copy(t, True, False))
+            steps[place] = Copy(t, True, True)
+    found: list[Step] = []
+    at = boundary
+    for index in range(len(steps) + 1):
+        here = inserted.get(index, [])
+        if index == boundary:
+            early = [one for one in here if isinstance(one, Copy) and not one.to_device]
+            found += early
+            at = len(found)
+            here = [one for one in here if one not in early]
+        found += here + steps[index : index + 1]
+    return Schedule(tuple(found), at)
+
+
+def _touches(step: Step, tensors: set[int]) -> bool:
+    return (isinstance(step, Free) and step.tensor in tensors) or (isinstance(step, Compute) and step.over in tensors)

@@ -18,7 +18,7 @@ from lightning_remat.measure import held_bytes, peak_memory
 from lightning_remat.schedule import Compute, Copy, Schedule
 from lightning_remat.solvers import solve
 from tests.exactness.test_exactness import Outcome, eager, gpt2, unet
-from tests.helpers.host_copies import Copies, planned_with_copies
+from tests.helpers.host_copies import Copies, planned_with_copies, with_fetches
 from tests.helpers.nets import Net, inputs, net, same
 
 
@@ -28,7 +28,8 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
 
 
 def scheduled(module: nn.Module, **options: Any) -> Rematerialized:
-    return rematerialize(module, budget=0.5, offload="host", tiling="off", **{"cost_model": "unit", **options})
+    options = {"budget": 0.5, "cost_model": "unit", **options}
+    return rematerialize(module, offload="host", tiling="off", **options)
 
 
 def saved_bytes(step: Rematerialized) -> int:
@@ -58,6 +59,40 @@ def test_networks_train_with_eagers_bits_in_the_memory_that_was_predicted(make: 
     measured = held_bytes(module, batch, gradients=True) + peak_memory(training_step, "cpu")
     assert measured == pytest.approx(plan.predicted_peak_bytes, rel=0.001)
     assert measured < 0.98 * plan.baseline_peak_bytes
+
+
+def deep(self: Net, x: torch.Tensor) -> torch.Tensor:
+    h = self.first(x)
+    for layer in self.layers:
+        g = layer(h)
+        h = h + functional.dropout(g.tanh() * functional.gelu(g), 0.2).view(-1, 8, 4).transpose(1, 2).reshape(-1, 32)
+    return self.last(self.norm(h)).square().mean()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_computed_again_and_what_is_fetched_go_together(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = planned_with_copies(monkeypatch, lambda graph, schedule: with_fetches(graph, schedule, seed))
+    module = net(deep, norm=nn.BatchNorm1d(32), layers=nn.ModuleList(nn.Linear(32, 32) for _ in range(4)))
+    other = copy.deepcopy(module)
+    step = scheduled(other, budget=0.4 + 0.05 * (seed % 6), cost_model="profile")
+    for trained, run in ((module, module), (other, step)):
+        torch.manual_seed(1)
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        for _ in range(3):
+            run(inputs(512)).backward()
+            optimizer.step()
+    assert_same(module, other)
+    assert step.plan is not None and step.plan.rematerializes and copies.to_device
+
+    x = inputs(512)
+
+    def training_step() -> None:
+        loss = step(x)
+        other.zero_grad()
+        loss.backward()
+
+    measured = held_bytes(other, x, gradients=True) + peak_memory(training_step, "cpu")
+    assert measured <= 1.001 * step.plan.predicted_peak_bytes  # what only was read to compute again goes earlier
 
 
 # -- small ones -------------------------------------------------------------------------------------------------------
