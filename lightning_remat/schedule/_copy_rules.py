@@ -76,8 +76,8 @@ class CopyRules:
             name = self.graph.tensors[t].name
             raise ScheduleError(f"step {number}: {op} reads or computes {name}, whose fetch has not ended")
 
-    def not_taken(self, number: int, tensor: int, place: tuple[int, int]) -> None:
-        """The memory at a place, where a tensor lies, is given up or written to."""
+    def not_taken(self, number: int, tensor: int, place: tuple[int, int] | None = None) -> None:
+        """A tensor is freed, or, with ``place``, where it lies is written to."""
         if tensor in self.sending or place in self.sending.values():
             name = self.graph.tensors[tensor].name
             raise ScheduleError(f"step {number} frees or overwrites {name}, whose copy has not ended")

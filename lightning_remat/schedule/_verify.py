@@ -116,7 +116,7 @@ def verify(graph: ComputationGraph, schedule: Schedule, budget_bytes: int | None
             if step.tensor not in where:
                 raise ScheduleError(f"step {number} frees {names[step.tensor]}, which is not present")
             copy = where[step.tensor]
-            copied.not_taken(number, step.tensor, copy)
+            copied.not_taken(number, step.tensor)
             take_away(step.tensor)
             if copy not in kept_by_caller and copy not in lying_on:
                 current -= graph.storages[copy[0]]
