@@ -21,13 +21,13 @@ is made late in the forward must be copied in what is left of it, and what is re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import mip
 
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.solvers.bounds._linear_program import MomentsProgram, Span, Term
-from lightning_remat.solvers.common._problem import Problem
+from lightning_remat.solvers.common._problem import PlainProblem, Problem
 from lightning_remat.solvers.offload._rewriting import host_of
 
 ANY_COPIES = "any schedule that runs the backward after the forward, in any order, with any copies to the host"
@@ -44,11 +44,18 @@ class OffloadProgram(MomentsProgram):
         problem: its problem.
         moments: see `MomentsProgram`.
         solver: python-mip's name of the solver.
+        slower: how many times as long as expected copies are said to take; over 1, what is solved is no bound.
     """
 
     def __init__(
-        self, graph: ComputationGraph, problem: Problem, moments: Sequence[int] = (), solver: str = "CBC"
+        self,
+        graph: ComputationGraph,
+        problem: Problem,
+        moments: Sequence[int] = (),
+        solver: str = "CBC",
+        slower: float = 1.0,
     ) -> None:
+        self.slower = slower
         self.host, self._copyable = host_of(graph), copyable_values(graph, problem)
         super().__init__(problem, moments, solver)
         try:
@@ -112,12 +119,13 @@ class OffloadProgram(MomentsProgram):
         for v in values:
             copied = self.early[v] if v in self.early else self.copied[v]
             columns.append(copied.idx)
-            factors.append(-self.host.seconds(problem.nbytes[v], to_device=to_device) / unit)
+            factors.append(-self.slower * self.host.seconds(problem.nbytes[v], to_device=to_device) / unit)
         self.model.add_row(columns, factors, given, mip.GREATER_OR_EQUAL)
 
     def expect_order(self) -> None:
         """Add the rows for schedules in about the captured order, and copy what the forward makes only: what is solved then
-        is no bound."""
+        is no bound.
+        """
         problem = self.problem
         forward = [node for node in self.nodes if node < problem.boundary]
         backward = [node for node in self.nodes if node >= problem.boundary]
@@ -144,12 +152,10 @@ def copyable_values(graph: ComputationGraph, problem: Problem) -> dict[int, int]
     """Values that may be copied to the host, each with its tensor."""
     value_of = {storage: v for v, storage in enumerate(problem.storage)}
     storages = [tensor.storage for tensor in graph.tensors]
-    return {
-        value_of[storages[t]]: t for t, may in enumerate(graph.copyable) if may and storages[t] in value_of
-    }
+    return {value_of[storages[t]]: t for t, may in enumerate(graph.copyable) if may and storages[t] in value_of}
 
 
-def first_reads(problem: Problem) -> list[int]:
+def first_reads(problem: PlainProblem) -> list[int]:
     """For each node of the backward itself; for others the first one that reads its results, perhaps through others."""
     found = list(range(len(problem)))
     for node in range(problem.boundary - 1, -1, -1):

@@ -48,9 +48,9 @@ class _Run:
         self.host, self.op, self.fetches = host_of(rewritten.plain), rewritten.op, rewritten.fetches
         self.held = simulate(rewritten.graph, schedule).during
         self.on_storage = {self.graph.tensors[t].storage: t for t in rewritten.fetches if t >= 0}
-        self.makes = {self.graph.producer[t]: [] for t in self.on_storage.values()}
+        self.makes: dict[int, list[int]] = {}
         for t in self.on_storage.values():
-            self.makes[self.graph.producer[t]].append(t)
+            self.makes.setdefault(self.graph.producer[t], []).append(t)
         self.wanted: dict[int, int] = {}  # by tensor, where the schedule asks for it for the last time, but for those:
         self.kept: set[tuple[int, int]] = set()  # where an op runs, and what it makes that is asked for right after
         self._look_ahead()
@@ -169,7 +169,9 @@ class _Run:
             self._leave(t)
 
     def _ask_for(self, t: int, at: int) -> None:
-        if t in self.pending and t in self.saved:  # an op of the backward may be to overwrite it, and it is the forward's
+        if (
+            t in self.pending and t in self.saved
+        ):  # an op of the backward may be to overwrite it, and it is the forward's
             self._part(t)
         if t in self.pending:
             self.pending.remove(t)
