@@ -6,8 +6,12 @@ none of the step's device: it comes from numpy, and torch's allocator, by which 
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
+import threading
 import warnings
+import weakref
 from typing import Any
 
 import numpy
@@ -16,45 +20,111 @@ import torch
 from lightning_remat.errors import RematWarning
 
 
+@dataclasses.dataclass(eq=False)
+class _Block:
+    """Memory of the host, and the last copy that reads or writes it (on a GPU)."""
+
+    memory: torch.Tensor
+    event: torch.cuda.Event | None = None
+
+    @property
+    def address(self) -> int:
+        return self.memory.data_ptr()
+
+
+_blocks: dict[int, _Block] = {}
+"""All blocks that there are, by their addresses."""
+
+
+class _Pool:
+    """Blocks for the tensors of one device: what a step gives up is taken by the next, whose copies wait for it there.
+
+    (torch's own pool of pinned memory gives a block again when the device is done with it, and a step is called long before:
+    there would be blocks for several.) No more are kept than were ever used at a time.
+
+    Args:
+        device: the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._lock = threading.Lock()
+        self._returned: collections.deque[_Block] = collections.deque()
+        self._free: dict[int, list[_Block]] = {}  # by their bytes; those of the sizes given up last at the end
+        self._used = self._kept = self._most = 0
+
+    def take(self, nbytes: int) -> numpy.ndarray[Any, Any]:
+        """Bytes, which are the pool's again when nobody holds the array."""
+        with self._lock:
+            while self._returned:
+                self._give(self._returned.popleft())
+            found = self._given(nbytes) if nbytes in self._free else None
+            self._used += nbytes
+            self._most = max(self._most, self._used)
+            while self._used + self._kept > self._most:
+                self._let_go(self._given(next(iter(self._free))))
+        if found is None:
+            found = _Block(_new(nbytes, self._device))
+            _blocks[found.address] = found
+        array = found.memory.numpy()
+        weakref.finalize(array, self._returned.append, found).atexit = False
+        return array
+
+    def _give(self, block: _Block) -> None:
+        nbytes = block.memory.nbytes
+        self._used, self._kept = self._used - nbytes, self._kept + nbytes
+        alike = self._free[nbytes] = self._free.pop(nbytes, [])
+        alike.append(block)
+
+    def _given(self, nbytes: int) -> _Block:
+        alike = self._free[nbytes]
+        block = alike.pop(0)  # which was read longest ago
+        if not alike:
+            del self._free[nbytes]
+        self._kept -= nbytes
+        return block
+
+    @staticmethod
+    def _let_go(block: _Block) -> None:
+        if block.event is not None:
+            block.event.synchronize()
+        del _blocks[block.address]
+
+
+_pool = functools.cache(_Pool)
+
+
 def host_memory(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory on the host for a tensor of ``device``: pinned, if that is a GPU. torch keeps pinned memory for the next one.
+    """Memory on the host for a tensor of ``device``: pinned, if that is a GPU.
 
     Where none can be pinned, it is the usual memory: the same bits, more slowly; that is warned of once.
     """
+    elements = 1 + sum(max(0, size - 1) * step for size, step in zip(shape, stride, strict=True))
+    flat = torch.from_numpy(_pool(device).take(elements * dtype.itemsize))
+    return flat.view(dtype).as_strided(shape, stride)
+
+
+def _new(nbytes: int, device: torch.device) -> torch.Tensor:
     if device.type == "cuda":
         try:
-            made = pinned(shape, stride, dtype)
+            return pinned(nbytes)
         except RuntimeError as error:
             _warn_of_unpinned(str(error).partition("\n")[0])
-            made = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
-    else:
-        elements = 1 + sum(max(0, size - 1) * step for size, step in zip(shape, stride, strict=True))
-        flat = torch.from_numpy(numpy.empty(elements * dtype.itemsize, numpy.uint8))
-        made = flat.view(dtype).as_strided(shape, stride)
-    vars(made.untyped_storage())[_MARK] = True
-    return made
+    return torch.from_numpy(numpy.empty(nbytes, numpy.uint8))
 
 
-def pinned(shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Pinned memory for a tensor.
+def pinned(nbytes: int) -> torch.Tensor:
+    """Pinned memory.
 
     Raises:
         RuntimeError: where there is none.
     """
-    settings: Any = torch.utils.deterministic
-    fills, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False  # by the CPU: it takes long
-    try:
-        return torch.empty_strided(shape, stride, dtype=dtype, device="cpu", pin_memory=True)
-    finally:
-        settings.fill_uninitialized_memory = fills
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def on_host(storage: torch.UntypedStorage) -> bool:
     """Whether a storage was made by `host_memory`: also in a step on the CPU it is none of the device's memory then."""
-    return _MARK in getattr(storage, "__dict__", ())
-
-
-_MARK = "_lightning_remat_host"
+    return bool(_blocks) and storage.data_ptr() in _blocks
 
 
 @functools.cache
@@ -86,9 +156,14 @@ class Transfer:
             self._stream = torch.cuda.current_stream(device)
             beside = _stream(self._stream.device, to_device)
             beside.wait_stream(self._stream)  # what is copied is computed, what is written over has been read
+            block = _blocks.get((source if to_device else target).data_ptr())
+            if block is not None and block.event is not None:
+                beside.wait_event(block.event)
             with torch.cuda.stream(beside):
                 target.copy_(source, non_blocking=True)
                 self._event = beside.record_event()
+            if block is not None:
+                block.event = self._event
 
     def wait(self) -> torch.Tensor:
         """The copy, which all that the current stream is given from now on finds there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +43,23 @@ def test_host_memory_does_not_count_as_the_devices() -> None:
     assert (
         peak_memory(lambda: (kept.clear(), kept.append(torch.empty(512))), "cpu") >= 2048
     )  # and is no room when it goes
+
+
+def test_memory_is_used_again_and_no_more_is_kept_than_was_used() -> None:
+    pool = _host_memory._Pool(torch.device("cpu"))
+    first, second = (torch.from_numpy(pool.take(nbytes)) for nbytes in (1000, 500))
+    addresses = {first.data_ptr(), second.data_ptr()}
+    view = first.view(torch.float32)[3:]
+    del first
+    assert pool.take(1000).ctypes.data not in addresses, "a view holds it"
+    del view
+    assert len(addresses & {pool.take(1000).ctypes.data for _ in range(2)}) == 1
+    del second
+    assert pool._most == 2500
+    for nbytes in (700, 1800, 30, 2400, 100):
+        held = torch.from_numpy(pool.take(nbytes))
+        assert pool._used + pool._kept <= pool._most == 2500 and held.nbytes == nbytes
+        assert pool._kept == sum(block.memory.nbytes for alike in pool._free.values() for block in alike)
 
 
 # -- streams, of a device that is not there ---------------------------------------------------------------------------
@@ -87,6 +105,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(f"{current[-1].name} copies{'' if non_blocking else ', blocking'}")
         return own(self, source)
 
+    monkeypatch.setattr(_host_memory, "_pool", functools.cache(_host_memory._Pool))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(
@@ -112,12 +131,28 @@ def test_of_a_copy_that_nobody_waited_for_memory_is_not_used_before_it_has_ended
     assert log[2:] == ["compute waits for what in was given"]
 
 
+def test_memory_that_is_used_again_is_not_written_to_before_it_was_read(log: list[str]) -> None:
+    """Also where the step is called long before the device gets to it."""
+    device = torch.randn(771)
+    for number in range(2):
+        host = _host_memory.host_memory(device.shape, device.stride(), device.dtype, torch.device("cpu"))
+        address = host.data_ptr() if number == 0 else address  # noqa: F821 - of the first round
+        assert host.data_ptr() == address
+        Transfer(device, host, CUDA, to_device=False).wait()
+        Transfer(host, torch.empty(771), CUDA, to_device=True).wait()
+        del host
+    first, second = log[: len(log) // 2], log[len(log) // 2 :]
+    assert "out waits for what in was given" not in first
+    assert second.index("out waits for what in was given") < second.index("out copies")
+
+
 def test_where_nothing_can_be_pinned_it_is_usual_memory_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: Any) -> torch.Tensor:
+    def refused(_nbytes: int) -> torch.Tensor:
         raise RuntimeError("no pinned memory here")
 
     monkeypatch.setattr(_host_memory, "pinned", refused)
     _host_memory._warn_of_unpinned.cache_clear()
+    monkeypatch.setattr(_host_memory, "_pool", functools.cache(_host_memory._Pool))
     with pytest.warns(RematWarning, match=r"could be pinned \(no pinned memory here\)") as told:
         made = [_host_memory.host_memory(torch.Size((2, 3)), (1, 2), torch.float16, CUDA) for _ in range(2)]
     assert len(told) == 1 and all(one.stride() == (1, 2) and one.device.type == "cpu" for one in made)

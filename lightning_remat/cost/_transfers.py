@@ -77,6 +77,6 @@ def _line(device: torch.device, to_device: bool) -> tuple[float, float]:
 
 def _seconds(nbytes: int, device: torch.device, to_device: bool) -> float:
     there = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    here = pinned(there.shape, there.stride(), there.dtype) if device.type == "cuda" else torch.empty_like(there)
+    here = pinned(nbytes) if device.type == "cuda" else torch.empty_like(there)
     source, target = (here, there) if to_device else (there, here)
     return seconds_of(lambda: Transfer(source, target, device, to_device=to_device).wait(), device)
