@@ -221,14 +221,12 @@ def cheapest_with_copies(
                 yield problem.seconds[node], after(ran, problem.seconds[node])
         for v in copyable:
             bit = 1 << v
-            if present & bit and not there & bit and all(v != other for other, _ in sending):
-                if rules.bytes(there | bit | _mask([other for other, _ in sending])) <= host.bytes:
-                    end = max([left for _, left in sending], default=0.0)
-                    end += host.seconds(problem.nbytes[v], to_device=False)
-                    yield (
-                        0.0,
-                        after((present, done, crossed, there, tuple(sorted([*sending, (v, end)])), fetching), 0.0),
-                    )
+            under = there | bit | _mask([other for other, _ in sending])
+            sends = present & bit and not there & bit and all(v != other for other, _ in sending)
+            if sends and rules.bytes(under) <= host.bytes:
+                end = max([left for _, left in sending], default=0.0)
+                end += host.seconds(problem.nbytes[v], to_device=False)
+                yield 0.0, after((present, done, crossed, there, tuple(sorted([*sending, (v, end)])), fetching), 0.0)
             if there & bit and not (present | on_the_way) & bit:
                 end = max([left for _, left in fetching], default=0.0)
                 end += host.seconds(problem.nbytes[v], to_device=True)

@@ -38,8 +38,8 @@ PACES = (1.0, 1.4, 2.0, 3.5)
 BUDGETS = (1.0, 0.95, 0.9, 0.8)
 """Shares of the budget, less what is held all through the step, that the program is asked for."""
 
-REFINED = 3
-"""How many of the trials are refined."""
+REFINED = 2
+"""How many of the trials are refined, beside the one without copies."""
 
 CHOOSING, REFINING = 0.3, 0.7
 """Shares of the time after which no more sets are chosen, and those that were are refined."""
@@ -47,11 +47,17 @@ CHOOSING, REFINING = 0.3, 0.7
 ALL_SETS = 6
 """Tensors of which all sets are tried."""
 
+LOWERING = 0.03
+"""Share of the time that is left for lowering the peak of one schedule that a trial begins at."""
+
 SMALL = 40
 """Nodes up to which "auto" is run on the rewritten problem of each trial."""
 
 TURN = 0.1
 """Share of the time that is left for one such run."""
+
+AT_ONCE = 8
+"""How many tensors are added together, as long as that is better; half as many each time that it is not."""
 
 ENOUGH = 1e-4
 """Share of the step's time by which a round of improving must shorten it for another."""
@@ -111,7 +117,8 @@ class Search:
             one for tensors, keep in self._sets(begun + CHOOSING * span) for one in self.trial(tensors, keep, deadline)
         ]
         distinct = {one.placed.fetched: one for one in sorted(found, key=_seconds, reverse=True)}
-        ranked = sorted(distinct.values(), key=_seconds)[:REFINED]
+        ranked = sorted(distinct.values(), key=_seconds)
+        ranked = [one for place, one in enumerate(ranked) if place < REFINED or not one.placed.fetched]
         refined: list[Trial] = []
         for index, one in enumerate(ranked):
             until = clock() + (begun + REFINING * span - clock()) / (len(ranked) - index)
@@ -119,7 +126,7 @@ class Search:
         best = min(refined, key=_seconds, default=None)
         while best is not None and clock() < deadline:
             until = clock() + max(0.3 * (deadline - clock()), 0.05 * span)
-            better = self.with_more(self.improved(best, until), until)
+            better = self.improved(self.with_more(self.without_waits(best, until), until), until)
             if better.placed.seconds >= best.placed.seconds * (1 - ENOUGH):
                 return better
             best = better
@@ -157,14 +164,14 @@ class Search:
         rewritten = rewrite(self.graph, tensors, PRICE)
         problem = Problem(rewritten.graph)
         numbers = Numbers(rewritten, self.problem, problem)
-        starts = list(rollouts(problem, numbers.values(keep)))
+        starts = list(rollouts(problem, numbers.values(keep))) if tensors else []
         if self.plain is not None:
             parts = [(self.problem.ops[node], -1) for node in self.plain.nodes]
             starts.append(fetched_instead(numbers, problem, parts, self.plain.boundary))
         starts += self._more_starts(problem, deadline)
         seen: set[tuple[int, ...]] = set()
         for start in starts:
-            lowered = lower_peak(problem, start, self.budget, deadline)
+            lowered = lower_peak(problem, start, self.budget, clock() + LOWERING * (deadline - clock()))
             if problem.evaluate(lowered).peak_bytes > self.budget:
                 continue
             filled = keep_longer(problem, lowered, self.budget, deadline)
@@ -211,31 +218,30 @@ class Search:
 
     def with_more(self, trial: Trial, deadline: float) -> Trial:
         """The trial with more tensors that may be fetched, those first that save the most time for that of their copies."""
-        best, tried, early = trial, set[int](), frozenset(self.early)
+        best, tried, early, count = trial, set[int](), frozenset(self.early), AT_ONCE
         host = host_of(self.graph)
         while clock() < deadline:
             numbers = Numbers(best.rewritten, self.problem, best.problem)
             more = {numbers.value[v]: t for v, t in self.tensor_of.items() if t in early - best.tensors - tried}
             found = gains(best.problem, best.sequence, more)
-            ranked = [
-                (gain / host.seconds(best.problem.nbytes[w], to_device=True), more[w])
-                for w, gain in found.items()
-                if gain > 0
-            ]
-            for _, t in sorted(ranked, reverse=True):
-                if clock() > deadline:
-                    break
-                tried.add(t)
-                other = self._extended(best, t, numbers, deadline)
-                if other is not None and other.placed.seconds < best.placed.seconds * (1 - 1e-9):
-                    best = other
-                    break
-            else:
+            ranked = sorted(
+                [(gain / host.seconds(best.problem.nbytes[w], to_device=True), more[w]) for w, gain in found.items()],
+                reverse=True,
+            )
+            chosen = [t for gain, t in ranked[:count] if gain > 0]
+            if not chosen:
                 break
+            other = self._extended(best, chosen, numbers, deadline)
+            if other is not None and other.placed.seconds < best.placed.seconds * (1 - 1e-9):
+                best = other
+            elif len(chosen) > 1:
+                count = len(chosen) // 2
+            else:
+                tried.update(chosen)
         return best
 
-    def _extended(self, trial: Trial, tensor: int, numbers: Numbers, deadline: float) -> Trial | None:
-        tensors = trial.tensors | {tensor}
+    def _extended(self, trial: Trial, more: Sequence[int], numbers: Numbers, deadline: float) -> Trial | None:
+        tensors = trial.tensors.union(more)
         rewritten = rewrite(self.graph, tensors, PRICE)
         problem = Problem(rewritten.graph)
         parts = [numbers.parts[node] for node in trial.sequence.nodes]
