@@ -13,7 +13,7 @@ from lightning_remat.callbacks import RematCallback
 from lightning_remat.cost import copy_speeds
 from tests.helpers import training
 from tests.helpers.host_copies import planned_with_copies
-from tests.test_gpu import DTYPES, Factory, conv_net, deterministic, gpt2, train
+from tests.test_gpu import DTYPES, Factory, conv_net, deterministic, gpt2, peaks, train
 
 __all__ = ["deterministic"]
 
@@ -34,7 +34,15 @@ def test_copies_have_the_bits_of_eager(make: Factory, dtype: torch.dtype, monkey
     assert all(map(torch.equal, train(module, step, batch, 5), train(eager, eager, batch, 5)))
     assert all(map(torch.equal, module.state_dict().values(), eager.state_dict().values()))
     plan = step.plan
-    assert plan is not None and plan.copies and sum(copies.to_host) == sum(copies.to_device) == 5 * plan.host_bytes
+    assert plan is not None and len(copies.to_host) == 5 * plan.copies // 2 > 0
+    assert 0 < sum(copies.to_host) == sum(copies.to_device) <= 5 * plan.host_bytes
+
+
+@pytest.mark.parametrize("make", [gpt2, conv_net])
+def test_memory_is_what_was_predicted(make: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned_with_copies(monkeypatch)
+    module, batch = make(torch.float32)
+    step = rematerialize(module, budget=0.5, offload="host", tiling="off")
 
     def training_step() -> None:
         loss = step(batch)
@@ -42,12 +50,11 @@ def test_copies_have_the_bits_of_eager(make: Factory, dtype: torch.dtype, monkey
         loss.backward()
 
     training_step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     training_step()
-    used = torch.cuda.max_memory_allocated() - before
-    assert used <= plan.predicted_peak_bytes and used < plan.baseline_peak_bytes - plan.host_bytes / 2
+    measured, _ = peaks(training_step)
+    plan = step.plan
+    assert plan is not None and plan.predicted_allocated_bytes == pytest.approx(measured, rel=0.01)
+    assert measured < plan.baseline_peak_bytes
 
 
 def test_memory_that_was_copied_is_used_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
