@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.schedule import Copy, Schedule, simulate
 from lightning_remat.solvers.bounds._minimum_cut import rollouts
-from lightning_remat.solvers.common._clock import clock
+from lightning_remat.solvers.common._clock import clock, count
 from lightning_remat.solvers.common._eviction import lower_peak
 from lightning_remat.solvers.common._problem import NodeSequence, Problem
 from lightning_remat.solvers.common._prune import keep_longer
@@ -49,6 +49,9 @@ ALL_SETS = 6
 
 LOWERING = 0.03
 """Share of the time that is left for lowering the peak of one schedule that a trial begins at."""
+
+A_NODE = 1e-4
+"""Seconds of counted work that one evaluation of a trial's schedule stands for."""
 
 SMALL = 40
 """Nodes up to which "auto" is run on the rewritten problem of each trial."""
@@ -136,6 +139,8 @@ class Search:
         """Sets of tensors to try, each with values to hold at the crossing."""
         if self.plain is not None:
             yield frozenset(), frozenset()
+        else:  # most is in the way then
+            yield frozenset(self.early), frozenset()
         if len(self.early) <= ALL_SETS:
             for size in range(1, len(self.early) + 1):
                 for chosen in itertools.combinations(self.early, size):
@@ -198,6 +203,7 @@ class Search:
         problem: Problem,
         sequence: NodeSequence,
     ) -> Trial | None:
+        count(A_NODE * len(sequence.nodes))
         placed = place(rewritten, problem.expand(sequence), self.budget)
         return None if placed is None else Trial(tensors, keep, rewritten, problem, sequence, placed)
 
@@ -218,7 +224,7 @@ class Search:
 
     def with_more(self, trial: Trial, deadline: float) -> Trial:
         """The trial with more tensors that may be fetched, those first that save the most time for that of their copies."""
-        best, tried, early, count = trial, set[int](), frozenset(self.early), AT_ONCE
+        best, tried, early, most = trial, set[int](), frozenset(self.early), AT_ONCE
         host = host_of(self.graph)
         while clock() < deadline:
             numbers = Numbers(best.rewritten, self.problem, best.problem)
@@ -228,14 +234,14 @@ class Search:
                 [(gain / host.seconds(best.problem.nbytes[w], to_device=True), more[w]) for w, gain in found.items()],
                 reverse=True,
             )
-            chosen = [t for gain, t in ranked[:count] if gain > 0]
+            chosen = [t for gain, t in ranked[:most] if gain > 0]
             if not chosen:
                 break
             other = self._extended(best, chosen, numbers, deadline)
             if other is not None and other.placed.seconds < best.placed.seconds * (1 - 1e-9):
                 best = other
             elif len(chosen) > 1:
-                count = len(chosen) // 2
+                most = len(chosen) // 2
             else:
                 tried.update(chosen)
         return best
