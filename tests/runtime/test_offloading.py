@@ -13,9 +13,12 @@ from torch.nn import functional
 
 from lightning_remat import Plan, rematerialize
 from lightning_remat.errors import RematWarning
+from lightning_remat.graph import Host
 from lightning_remat.measure import held_bytes, peak_memory
+from lightning_remat.planner import _host
 from lightning_remat.planner._beside import OUTSIDE
 from lightning_remat.runtime import _recordings
+from tests.exactness.test_exactness import Outcome, check_budget, eager, gpt2, unet
 from tests.helpers.host_copies import Copies, planned_with_copies
 from tests.helpers.nets import Net, inputs, net, same
 from tests.helpers.tapes import FakeTapes
@@ -131,3 +134,19 @@ def test_of_sizes_that_vary_nothing_is_copied_and_that_is_logged_once(
     before = len(copies.to_host)
     assert sum("keeps its tensors on the device: its sizes vary" in m for m in caplog.messages) == 1
     assert before <= 4 * 8  # of the first calls alone, whose sizes were taken for fixed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("make", [gpt2, unet])
+def test_networks_train_with_eagers_bits_within_the_budget_for_less(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By plans, with copies as fast as a GPU's."""
+    monkeypatch.setattr(_host, "copy_speeds", lambda *_: Host(0, 2e10, 2e10, 1e-6))
+    overhead = {}
+    for offload in ("off", "host"):
+        module, batch, right = eager(make)
+        step = rematerialize(module, budget=0.5, offload=offload, tiling="off", time_limit=4.0)
+        Outcome(module, step, batch).assert_same(right)
+        assert step.plan is not None and not step.failures
+        check_budget(step, module, batch)
+        overhead[offload] = step.plan.overhead
+    assert step.plan.copies and overhead["host"] < overhead["off"] / 2
