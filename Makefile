@@ -53,6 +53,7 @@ papers: install
 	$(BIN)/python -m benchmarks.papers.kumar $(ARGS)
 	$(BIN)/python -m benchmarks.papers.kusumoto $(ARGS)
 	$(BIN)/python -m benchmarks.papers.hiremate $(ARGS)
+	$(BIN)/python -m benchmarks.papers.offload $(ARGS)
 
 format: install
 	$(BIN)/ruff check --fix-only .

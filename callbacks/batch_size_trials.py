@@ -52,6 +52,7 @@ class Trials:
             cuda_graphs=False,
             tiling="off" if config.tiling == "off" else "losses",
             fuse="off",
+            offload="off",
         )
         self._data, self._progress = data, progress
 

@@ -30,14 +30,19 @@ def plan_metrics(plan: Plan) -> dict[str, float]:
     reserved = (
         {"remat/predicted_reserved_GiB": plan.predicted_reserved_bytes / GIB} if plan.footprint is not None else {}
     )
-    return reserved | {
-        "remat/baseline_peak_GiB": plan.baseline_peak_bytes / GIB,
-        "remat/budget_GiB": plan.budget_bytes / GIB,
-        "remat/predicted_peak_GiB": plan.predicted_allocated_bytes / GIB,
-        "remat/predicted_saving_percent": 100 * plan.saving,
-        "remat/predicted_overhead_percent": 100 * plan.overhead,
-        "remat/planning_seconds": plan.cost_seconds + plan.solve_seconds,
-    }
+    waits = {"remat/on_the_host_GiB": plan.host_bytes / GIB} if plan.copies else {}
+    return (
+        reserved
+        | waits
+        | {
+            "remat/baseline_peak_GiB": plan.baseline_peak_bytes / GIB,
+            "remat/budget_GiB": plan.budget_bytes / GIB,
+            "remat/predicted_peak_GiB": plan.predicted_allocated_bytes / GIB,
+            "remat/predicted_saving_percent": 100 * plan.saving,
+            "remat/predicted_overhead_percent": 100 * plan.overhead,
+            "remat/planning_seconds": plan.cost_seconds + plan.solve_seconds,
+        }
+    )
 
 
 def measured_metrics(plan: Plan, measured_bytes: int, reserved_bytes: int | None = None) -> dict[str, float]:

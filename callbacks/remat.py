@@ -77,6 +77,10 @@ class RematCallback(Callback):
             less time. What cannot be recorded runs as before, and a warning says why.
         fuse: ``"exact"`` has runs of elementwise ops compiled into one kernel each where that has the same bits and the step
             costs less so (`RematConfig`); ``"fast"`` takes other bits too; ``"off"`` does not.
+        offload: ``"host"`` may have tensors wait in the host's memory for the backward, where that costs less than to compute
+            them again (`RematConfig`); ``"off"`` does not.
+        host_budget: the most that may lie there, for one process: bytes, a size, or a share in (0, 1] of what is free;
+            ``None`` for a quarter of that, divided among the processes of a machine.
         reserve: bytes that something else will need on the device during a step (an EMA copy, say).
         solver_options: the solver's own options, see `lightning_remat.solvers.options_of`.
         measure: measure the peak of the step after each new plan, and at every logging interval. On the CPU the measured
@@ -125,6 +129,8 @@ class RematCallback(Callback):
         tiling: str = "exact",
         cuda_graphs: bool = False,
         fuse: str = "off",
+        offload: str = "off",
+        host_budget: Any = None,
         reserve: int = 0,
         solver_options: Mapping[str, Any] | None = None,
         measure: bool = True,
@@ -145,6 +151,8 @@ class RematCallback(Callback):
                 "tiling": tiling,
                 "cuda_graphs": cuda_graphs,
                 "fuse": fuse,
+                "offload": offload,
+                "host_budget": host_budget,
                 "reserve": reserve,
                 "solver_options": dict(solver_options or {}),
                 "measure": measure,

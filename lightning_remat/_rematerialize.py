@@ -132,7 +132,7 @@ def rematerialize(
         resident_bytes: bytes that something else (an optimizer's state, say) holds on the device; they count in the
             budget.
         **options: fields of `RematConfig`: ``solver``, ``time_limit``, ``solver_options``, ``cost_model``, ``margin``,
-            ``background``, ``allocator``, ``tiling``, ``fuse``, ``cuda_graphs``.
+            ``background``, ``allocator``, ``tiling``, ``fuse``, ``cuda_graphs``, ``offload``, ``host_budget``.
 
     Returns:
         A callable with the same signature, and with ``plan``, ``plans``, ``runs``, ``failures`` and ``close()``.

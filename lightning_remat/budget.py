@@ -31,6 +31,9 @@ UNITS = {
 }
 """Bytes of each unit, by its name in lower case: decimal (kB, MB, GB, TB) and binary (KiB, MiB, GiB, TiB)."""
 
+HOST_SHARE = 0.25
+"""Share of the host's free memory that copies of tensors may take, unless told otherwise."""
+
 _NUMBER = re.compile(r"([0-9]{1,30}(?:\.[0-9]{0,30})?|\.[0-9]{1,30})\s*([a-z%]*)")
 
 
@@ -137,6 +140,28 @@ def parse_budget(value: object) -> Budget:
     raise _refused(value, f"it is a {type(value).__name__}")
 
 
+def parse_host_budget(value: object) -> Budget:
+    """Read how much of the host's memory may be used: bytes, a size, or a share in (0, 1] of what is free.
+
+    Raises:
+        BudgetError: for anything else, saying what was given and what is accepted.
+
+    Example:
+        >>> parse_host_budget("8GiB").value
+        8589934592
+    """
+    try:
+        budget = parse_budget(value)
+    except BudgetError:
+        budget = None
+    if budget is None or budget.kind not in (BudgetKind.SHARE, BudgetKind.SIZE):
+        raise BudgetError(
+            f"host_budget={value!r} cannot be used. Accepted: a whole number of bytes, a size such as '8GiB', or a share of "
+            "what the machine has free: a float in (0, 1] or '50%'."
+        )
+    return budget
+
+
 def _parse_text(text: str) -> Budget:
     word = text.strip().lower()
     if word in (BudgetKind.AUTO, BudgetKind.MIN):
@@ -222,6 +247,19 @@ def device_total_bytes(device: torch.device | str) -> int:
     if where.type == "cuda":
         return int(torch.cuda.mem_get_info(where)[1])
     return _cpu_total_bytes()
+
+
+def host_bytes(host_budget: object = None, processes: int = 1) -> int:
+    """Bytes of the host's memory that the copies of one process's tensors may take.
+
+    Args:
+        host_budget: see `parse_host_budget`; by default a quarter of what is free.
+        processes: how many processes on this machine divide what is free among them.
+    """
+    budget = parse_host_budget(HOST_SHARE if host_budget is None else host_budget)
+    if budget.kind is BudgetKind.SIZE:
+        return int(budget.value or 0)
+    return int(Fraction(str(budget.value)) * (_cpu_available_bytes() // processes))
 
 
 def _device(device: torch.device | str) -> torch.device:

@@ -5,8 +5,9 @@ allocation, and every release of what was allocated while it ran; weak reference
 the peak is the largest running sum of these. Both count bytes *relative to the start of the call*: what was held before
 counts as zero, and releasing some of it makes room that later allocations fill without raising the peak.
 
-What is outside torch's allocators (Python objects, a library's own scratch space) is not seen; on CPU neither are a
-storage that existed before and is resized in place, and threads other than the calling one and autograd's.
+What is outside torch's allocators (Python objects, a library's own scratch space; for a step on the CPU, tensors that wait on
+the host) is not seen; on CPU neither are a storage that existed before and is resized in place, and threads other than the
+calling one and autograd's.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from torch.autograd import profiler as autograd_profiler
 
 from lightning_remat._blocks import block_bytes
+from lightning_remat._host_memory import on_host
 from lightning_remat._profiler import (
     QuietReleases,
     cpu_allocations,
@@ -316,7 +318,7 @@ def _storages_on_cpu() -> list[torch.UntypedStorage]:
                 for storage in _storages(tensor) if tensor is not None else ():
                     # These are all tensors of the process, and a subclass may return something that is no storage.
                     ours = isinstance(storage, torch.UntypedStorage) and storage.device.type == "cpu"
-                    if ours and not storage.is_shared():
+                    if ours and not storage.is_shared() and not on_host(storage):
                         storages[id(storage)] = storage
     return list(storages.values())
 

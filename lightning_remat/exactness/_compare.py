@@ -112,7 +112,7 @@ def _compared(runs: Runs) -> CheckReport:
 
 
 def _what_ran(plans: list[Plan]) -> list[str]:
-    if plans and not any(plan.rematerializes for plan in plans):
+    if plans and not any(plan.rematerializes or plan.copies for plan in plans):
         return ["the plan evaluates nothing again: the step fits as it is"]
     return []
 

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_remat.errors import GraphError
 from lightning_remat.graph import _checks
+from lightning_remat.graph._copyable import copyable
+from lightning_remat.graph._host import Host
 from lightning_remat.graph._op import Op, Phase, Tensor, TensorRole
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ class ComputationGraph:
         forward_resident_bytes: bytes held outside the graph until the backward begins.
         name: what was captured, for people.
         device: the device that the costs hold for, such as ``"cpu"``.
+        host: the host's memory, where tensors may be copied to it; ``None`` where they stay on the device.
 
     Raises:
         GraphError: on construction, when the ops are not in a topological order with the backward last, an index is out
@@ -69,6 +72,7 @@ class ComputationGraph:
     forward_resident_bytes: int = 0
     name: str = ""
     device: str = ""
+    host: Host | None = None
 
     def __post_init__(self) -> None:
         _checks.check(self)
@@ -128,6 +132,11 @@ class ComputationGraph:
         return tuple(flags)
 
     @cached_property
+    def copyable(self) -> tuple[bool, ...]:
+        """Whether each tensor may be copied to the host: alone made with its storage, which it fills and no op mutates."""
+        return copyable(self.ops, self.tensors, self.storages, self.device)
+
+    @cached_property
     def _derived(self) -> dict[Callable[[ComputationGraph], Any], Any]:
         return {}
 
@@ -153,6 +162,8 @@ class ComputationGraph:
             return dataclasses.replace(self, **changes)
         made = copy.copy(self)
         vars(made).update(changes)
+        if "device" in changes:
+            vars(made).pop("copyable", None)
         _checks.resident(made)
         return made
 
@@ -227,6 +238,7 @@ class ComputationGraph:
             "device": self.device,
             "resident_bytes": self.resident_bytes,
             "forward_resident_bytes": self.forward_resident_bytes,
+            **({"host": self.host.to_dict()} if self.host is not None else {}),
             "storages": list(self.storages),
             "inputs": list(self.inputs),
             "forward_outputs": list(self.forward_outputs),
@@ -262,6 +274,7 @@ class ComputationGraph:
             "format": FORMAT,
             "version": FORMAT_VERSION,
             **{name: getattr(self, name) for name in ("resident_bytes", "forward_resident_bytes", *groups)},
+            **({"host": self.host.to_dict()} if self.host is not None else {}),
             "tensors": [{"storage": t.storage, "role": t.role.value} for t in self.tensors],
             "ops": [
                 {
@@ -327,6 +340,7 @@ class ComputationGraph:
                 forward_resident_bytes=data["forward_resident_bytes"],
                 name=data["name"],
                 device=data["device"],
+                host=Host.from_dict(data["host"]) if "host" in data else None,
             )
         except GraphError:
             raise
@@ -351,5 +365,5 @@ class ComputationGraph:
         return cls.from_dict(data)
 
 
-_BESIDE_OPS = {"resident_bytes", "forward_resident_bytes", "name", "device"}
+_BESIDE_OPS = {"resident_bytes", "forward_resident_bytes", "name", "device", "host"}
 """Fields on which nothing depends that is checked or derived of the others."""

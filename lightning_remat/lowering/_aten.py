@@ -2,7 +2,8 @@
 
 Each compute step becomes one call; each evaluation of an op is a value of its own. The code that FX generates gives every
 value up after its last use, which is never later than the schedule's free step. The forward module returns the forward
-outputs and, behind them, the saved tensors and sizes: what the backward module reads and does not compute.
+outputs and, behind them, the saved tensors and sizes: what the backward module reads and does not compute. Where a tensor
+waits on the host, the saved one is the copy there; what is fetched stands for the tensor from then on.
 """
 
 from __future__ import annotations
@@ -14,19 +15,22 @@ from typing import Any
 import torch
 import torch.fx
 
-from lightning_remat.capture import CapturedGraph
+from lightning_remat._host_memory import begin_to_device, begin_to_host, copied
+from lightning_remat.capture import CapturedGraph, TensorSpec, same_device
 from lightning_remat.capture import _ops as ops
 from lightning_remat.capture._overwriting import overwriting
-from lightning_remat.capture._torch import Modules, unwritten
+from lightning_remat.capture._torch import Modules, unwritten, with_fakes
 from lightning_remat.errors import ScheduleError
 from lightning_remat.graph import Op, TensorRole
 from lightning_remat.lowering._replay import random_state, replaying
-from lightning_remat.schedule import Compute, Schedule
+from lightning_remat.schedule import Compute, Copy, Free, Schedule, Step
 
 Node = torch.fx.Node
+RANDOM_STATE, HOST = "random_state", "host"
 State = tuple[str, int]
+"""The random state before an op's first evaluation, or a tensor's copy on the host: which, and the index of op or tensor."""
 Key = Node | State
-"""What a value in a module stands for: a node of the joint graph, or the random state before an op's first evaluation."""
+"""What a value in a module stands for: a node of the joint graph, or something beside these."""
 
 
 def lower(captured: CapturedGraph, schedule: Schedule) -> Modules:
@@ -37,7 +41,8 @@ def lower(captured: CapturedGraph, schedule: Schedule) -> Modules:
     primals are saved, whatever the schedule.
 
     Raises:
-        ScheduleError: when the schedule reads something that is not present (a schedule that `verify` refuses).
+        ScheduleError: when the schedule reads something that is not present (a schedule that `verify` refuses), or copies a
+            tensor that has a symbolic size, gaps, or memory that it shares with others.
     """
     forward = _Writer(captured, _replayed(captured, schedule))
     for node in captured.primals:
@@ -50,7 +55,8 @@ def lower(captured: CapturedGraph, schedule: Schedule) -> Modules:
     carried = [forward.value(key) for key in (*tensors, *sizes)]
     forward_module = forward.finish((*returned, *carried))
     backward_module = lower_backward(captured, schedule, saved)
-    return Modules(forward_module, backward_module, len(returned), len(sizes))
+    copies = any(isinstance(step, Copy) for step in schedule.steps)
+    return Modules(forward_module, backward_module, len(returned), len(sizes), copies=copies)
 
 
 def lower_backward(captured: CapturedGraph, schedule: Schedule, saved: Sequence[Key]) -> torch.fx.GraphModule:
@@ -127,7 +133,8 @@ def _is_size(key: Key) -> bool:
 def _name(captured: CapturedGraph, key: Key) -> str:
     if isinstance(key, Node):
         return key.name if key.op == "placeholder" else f"saved_{key.name}"
-    return f"saved_{key[0]}_{captured.graph.ops[key[1]].name}"
+    name, index = key
+    return f"saved_{name}_{captured.graph.tensors[index].name if name == HOST else captured.graph.ops[index].name}"
 
 
 def needed_from_forward(captured: CapturedGraph, schedule: Schedule) -> list[Key]:
@@ -137,6 +144,7 @@ def needed_from_forward(captured: CapturedGraph, schedule: Schedule) -> list[Key
     present: set[Node] = set(captured.tangents)
     tangents = {captured.node_tensor[n] for n in captured.tangents if n in captured.node_tensor}
     done = {step.op for step in schedule.steps[: schedule.boundary] if isinstance(step, Compute)}
+    sent: set[int] = set()  # in the backward itself
 
     def need(node: Node) -> None:
         if node in present or node in found:
@@ -157,7 +165,7 @@ def needed_from_forward(captured: CapturedGraph, schedule: Schedule) -> list[Key
                 if not _same_tensor_present(captured, node, present):
                     need(node)
             if again and step.op in replayed:
-                found[("random_state", step.op)] = None
+                found[RANDOM_STATE, step.op] = None
             done.add(step.op)
             if step.over >= 0:
                 present.difference_update(
@@ -167,6 +175,16 @@ def needed_from_forward(captured: CapturedGraph, schedule: Schedule) -> list[Key
                 made = captured.tensors[t]
                 if made is not None and made not in found:
                     present.add(made)
+        elif isinstance(step, Copy):
+            copy = captured.tensors[step.tensor]
+            if not step.to_device and copy is not None and not step.ended:
+                need(copy)
+            elif not step.to_device:
+                sent.add(step.tensor)
+            elif not step.ended and step.tensor not in sent:
+                found[HOST, step.tensor] = None
+            elif step.ended and copy is not None and copy not in found:
+                present.add(copy)
         elif step.tensor not in tangents:
             node_of = captured.tensors[step.tensor]
             if node_of is not None:
@@ -201,6 +219,31 @@ def _lying_with(captured: CapturedGraph, tensor: int) -> tuple[int, ...]:
     return graph.tensors_on[graph.tensors[tensor].storage]
 
 
+def _copied(captured: CapturedGraph, tensor: int) -> Node:
+    """The node of a tensor that is copied between host and device.
+
+    Raises:
+        ScheduleError: where it cannot be.
+    """
+    node, name = captured.tensors[tensor], captured.graph.tensors[tensor].name
+    if node is None:
+        raise ScheduleError(f"{name} is copied, and nobody reads it")
+    value = node.meta["val"]
+    if value.layout is not torch.strided or any(type(one) is not int for one in (*value.shape, *value.stride())):
+        raise ScheduleError(f"{name} is copied, and its sizes are not known before it is there")
+    spec = TensorSpec.of(value)
+    fills = spec.bytes_on(captured.device) == captured.graph.storages[captured.graph.tensors[tensor].storage]
+    if not (spec.whole and fills and same_device(spec.device, captured.device)):
+        raise ScheduleError(f"{name} is copied, and does not fill memory of its own on {captured.device}")
+    return node
+
+
+def _on_host(value: torch.Tensor) -> Any:
+    """The fake tensor that stands for a tensor's copy on the host."""
+    options = {"dtype": value.dtype, "device": "cpu"}
+    return with_fakes(torch.empty_strided, (value.shape, value.stride()), options, value)
+
+
 def _same_tensor_present(captured: CapturedGraph, node: Node, present: set[Node]) -> bool:
     if node in present:
         return True
@@ -229,6 +272,8 @@ class _Writer:
         node = self.graph.placeholder(name)
         if isinstance(key, Node):
             node.meta = {k: v for k, v in key.meta.items() if k in ("val", "tensor_meta", "desc")}
+        elif key[0] == HOST:
+            node.meta["val"] = _on_host(_copied(self.captured, key[1]).meta["val"])
         else:
             node.meta["val"] = self._state_value()
         self.values[self._key(key)] = node
@@ -260,11 +305,36 @@ class _Writer:
         self.values[node] = made
         return made
 
-    def run(self, step: Any) -> None:
+    def run(self, step: Step) -> None:
         if isinstance(step, Compute):
             self._compute(step.op, step.over)
-        else:
+        elif isinstance(step, Free):
             self.values.pop(step.tensor, None)
+        elif step.ended:
+            self._end_copy(step)
+        else:
+            self._begin_copy(step)
+
+    def _begin_copy(self, copy: Copy) -> None:
+        node = _copied(self.captured, copy.tensor)
+        if copy.to_device:
+            begun = self.graph.call_function(begin_to_device, (self.value((HOST, copy.tensor)), self._device(node)))
+        else:
+            begun = self.graph.call_function(begin_to_host, (self.value(node),))
+        self.values[copy._replace(ended=True)] = begun
+
+    def _end_copy(self, copy: Copy) -> None:
+        begun = self.values.pop(copy, None)
+        if begun is None:
+            raise ScheduleError(f"{copy} ends and has not begun: the schedule was not verified")
+        made = self.graph.call_function(copied, (begun,))
+        node = _copied(self.captured, copy.tensor)
+        if copy.to_device:
+            made.meta = {k: v for k, v in node.meta.items() if k != "from_node"}
+            self.values[copy.tensor] = made
+        else:
+            made.meta["val"] = _on_host(node.meta["val"])
+            self.values[HOST, copy.tensor] = made
 
     def _compute(self, index: int, over: int) -> None:
         op, node = self.captured.graph.ops[index], self.captured.nodes[index]
@@ -275,7 +345,7 @@ class _Writer:
         if index in self.replayed and not again:
             state = self.graph.call_function(random_state, (self._device(node),))
             state.meta["val"] = self._state_value()
-            self.values[("random_state", index)] = state
+            self.values[RANDOM_STATE, index] = state
         updates = self._updates(op)
         counts = node in self.captured.updated
         if counts and again:
@@ -286,7 +356,7 @@ class _Writer:
         target: Callable[..., Any] = node.target  # type: ignore[assignment]
         norm = ops.training_batch_norm(target, node.args)
         if again and op.random:
-            args = (self._device(node), self.value(("random_state", index)), *args)
+            args = (self._device(node), self.value((RANDOM_STATE, index)), *args)
             target = replaying(target)
         elif norm is not None and after_update:
             target = norm.again

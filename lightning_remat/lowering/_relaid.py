@@ -14,8 +14,9 @@ import torch.fx
 
 from lightning_remat.capture import CapturedGraph, target_name
 from lightning_remat.errors import ScheduleError
-from lightning_remat.lowering._aten import Key, lower_backward, needed_from_forward
-from lightning_remat.schedule import Compute, Free, Schedule, Step, verify
+from lightning_remat.graph import Host
+from lightning_remat.lowering._aten import HOST, Key, lower_backward, needed_from_forward
+from lightning_remat.schedule import Compute, Copy, Free, Schedule, Step, verify
 
 Node = torch.fx.Node
 
@@ -64,8 +65,10 @@ class _Carried:
 
     def backward(self) -> torch.fx.GraphModule:
         """The backward module of the other trace."""
-        carried = self._schedule()
-        verify(self.other.graph, carried)
+        carried, graph = self._schedule(), self.other.graph
+        if any(isinstance(step, Copy) for step in carried.steps):  # within what was planned: the forward is the same
+            graph = graph.replace(host=Host(sum(graph.storages), 1.0, 1.0), device=str(self.other.device))
+        verify(graph, carried)
         saved = [self._key(key) for key in needed_from_forward(self.captured, self.schedule)]
         known = {self._name(key) for key in saved}
         for key in needed_from_forward(self.other, carried):
@@ -104,6 +107,15 @@ class _Carried:
                 if tensor in present and tensor is not None:
                     present.discard(tensor)
                     steps.append(Free(tensor))
+            elif isinstance(step, Copy):
+                copied = self.tensors.get(step.tensor)
+                if copied is None:
+                    raise ScheduleError(f"{self.captured.graph.tensors[step.tensor].name} is not in the other trace")
+                steps.append(step._replace(tensor=copied))
+                if step.to_device and step.ended:
+                    present.add(copied)
+                    if number >= self.schedule.boundary:
+                        compute_own()
             elif (op := self.ops.get(step.op)) is not None:
                 compute(op, self.tensors.get(step.over, -1) if step.over >= 0 else -1)
                 if number >= self.schedule.boundary:
@@ -119,8 +131,8 @@ class _Carried:
             if found is None:
                 raise ScheduleError(f"{key.name} was saved, and is not in the other trace")
             return found
-        name, op = key
-        return name, self.ops[op]
+        name, index = key
+        return name, self.tensors[index] if name == HOST else self.ops[index]
 
     def _name(self, key: Key) -> object:
         return self.other.node_tensor.get(key, key) if isinstance(key, Node) else key

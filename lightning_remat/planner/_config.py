@@ -9,7 +9,7 @@ from typing import Any, Self
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_remat.budget import parse_budget
+from lightning_remat.budget import parse_budget, parse_host_budget
 from lightning_remat.cost import cost_model
 from lightning_remat.errors import ConfigError
 from lightning_remat.solvers import available, options_of
@@ -17,6 +17,7 @@ from lightning_remat.solvers import available, options_of
 ALLOCATORS = ("auto", "leave")
 TILINGS = ("exact", "losses", "off")
 FUSINGS = ("exact", "fast", "off")
+OFFLOADS = ("off", "host")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +34,8 @@ class RematConfig:
         margin: share of the device that ``budget="auto"`` leaves unused, in [0, 1).
         background: train on the first plan, made in about two seconds, while another process searches on for
             ``time_limit``; a cheaper plan is swapped in between two steps, with the same results. Without effect for
-            ``"min"``, and for steps that are captured as several graphs: those are planned as a whole after the first
-            call.
+            ``"min"``, with ``offload="host"``, and for steps that are captured as several graphs: those are planned as a whole
+            after the first call.
         allocator: ``"auto"`` switches expandable segments on (or reserves memory in one piece) while scheduled steps run on a
             CUDA device, where its caching allocator would otherwise reserve more, and puts its settings back afterwards;
             settings that the user has made stay. ``"leave"`` leaves it alone.
@@ -47,6 +48,11 @@ class RematConfig:
         fuse: ``"exact"`` has runs of elementwise ops compiled into one kernel each, where that kernel has the same bits and the
             step costs less so; ``"fast"`` takes any such kernel, computes convolutions with channels last in memory where
             that is faster, and bits may differ from eager mode's; ``"off"`` runs each op.
+        offload: ``"host"`` may copy tensors to pinned memory of the host after they were made, and back before the backward
+            reads them, beside the computation, where that costs less than to compute them again; bits are the same. For
+            steps of one captured graph whose sizes do not vary. ``"off"`` leaves all on the device.
+        host_budget: the most that may lie there, for one process: bytes, a size, or a share in (0, 1] of what the machine
+            has free; ``None`` for a quarter of that, divided among the processes of a machine.
 
     Raises:
         ConfigError, BudgetError: on construction, saying what was given and what is accepted.
@@ -67,6 +73,8 @@ class RematConfig:
     tiling: str = "exact"
     cuda_graphs: bool = False
     fuse: str = "off"
+    offload: str = "off"
+    host_budget: Any = None
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
@@ -90,6 +98,10 @@ class RematConfig:
             raise ConfigError(f"tiling={self.tiling!r}: give one of {', '.join(map(repr, TILINGS))}")
         if self.fuse not in FUSINGS:
             raise ConfigError(f"fuse={self.fuse!r}: give one of {', '.join(map(repr, FUSINGS))}")
+        if self.offload not in OFFLOADS:
+            raise ConfigError(f"offload={self.offload!r}: give one of {', '.join(map(repr, OFFLOADS))}")
+        if self.host_budget is not None:
+            parse_host_budget(self.host_budget)
         cost_model(self.cost_model)
 
     @classmethod

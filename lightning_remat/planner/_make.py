@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -157,7 +158,12 @@ def make_plan(
                 return graph, dataclasses.replace(least, notes=(*least.notes, FOR_ONCE))
             where = simulate(graph, least.schedule)
             raise InfeasibleBudgetError(within, least.peak_bytes, where.peak_op, where.peak_module)
-        whole = not config.background or budget.kind is BudgetKind.MIN or solution.status is Status.OPTIMAL
+        whole = (
+            not config.background
+            or graph.host is not None
+            or budget.kind is BudgetKind.MIN
+            or solution.status is Status.OPTIMAL
+        )
         if cache is not None and path is not None and whole and not interrupted:
             of_no_use = OF_NO_USE in solution.notes
             cache.store(cache.path_below(path, below_seconds) if of_no_use else path, solution, within)
@@ -294,7 +300,7 @@ def _solution(
         least = smallest()
         solution = _by_any(graph, within, config, seconds_left(config.time_limit, least.solve_seconds), least)
         return solution, INTERRUPTED in solution.notes
-    limits = [min(FIRST_SECONDS, config.time_limit)] if config.background else []
+    limits = [min(FIRST_SECONDS, config.time_limit)] if config.background and graph.host is None else []
     for limit in (*limits, config.time_limit):
         solution = _by_any(graph, within, config, limit, below_seconds=below_seconds)
         if solution.schedule is not None:
@@ -324,10 +330,13 @@ def _by_any(
         ScheduleError: where the verifier refuses the schedules of all.
     """
     refused: ScheduleError | GraphError | None = None
+    offload: dict[str, Any] = {"offload": "host"} if graph.host is not None else {}
     for method in dict.fromkeys((config.solver, *OTHERS)):
         options = config.solver_options if method == config.solver else {}
         try:
-            solution = solve(graph, within, method, limit, known=known, below_seconds=below_seconds, **options)
+            solution = solve(
+                graph, within, method, limit, known=known, below_seconds=below_seconds, **offload, **options
+            )
         except (ScheduleError, GraphError) as error:
             log.warning(
                 "a schedule of the solver %r breaks a rule, another one is asked; please report it (%s)", method, error

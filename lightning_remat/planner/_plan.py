@@ -13,7 +13,7 @@ from lightning_remat.allocator import Arrangement, Footprint
 from lightning_remat.errors import GraphError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.report import format_bytes, format_seconds
-from lightning_remat.schedule import Schedule, Timeline, simulate
+from lightning_remat.schedule import Copy, Schedule, Timeline, simulate
 from lightning_remat.solvers import Problem, Solution, Status
 
 FORMAT = "lightning_remat.plan"
@@ -95,6 +95,17 @@ class Plan:
         return any(count > 1 for op, count in self.schedule.evaluations.items() if not self.graph.is_view[op])
 
     @property
+    def copies(self) -> int:
+        """How many copies of tensors a step makes to the host, and back."""
+        return sum(isinstance(step, Copy) and not step.ended for step in self.schedule.steps)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the tensors that wait in the host's memory."""
+        sent = {step.tensor for step in self.schedule.steps if isinstance(step, Copy) and not step.to_device}
+        return sum(self.graph.storages[self.graph.tensors[t].storage] for t in sent)
+
+    @property
     def saving(self) -> float:
         """Share of the baseline peak that is saved: ``1 - predicted / baseline``."""
         return 1.0 - self.predicted_peak_bytes / self.baseline_peak_bytes if self.baseline_peak_bytes else 0.0
@@ -136,10 +147,11 @@ class Plan:
         reserved = f", reserved {format_bytes(self.predicted_reserved_bytes)}" if self.footprint is not None else ""
         if self.footprint is not None and self.footprint.arrangement is not Arrangement.AS_IT_IS:
             reserved += f" ({self.footprint.arrangement.value})"
+        waits = f", {format_bytes(self.host_bytes)} on the host ({self.copies} copies)" if self.copies else ""
         return (
             f"{len(self.graph.ops):,} ops on {self.graph.device or 'an unknown device'}: baseline peak "
             f"{format_bytes(self.baseline_peak_bytes)}, budget {format_bytes(self.budget_bytes)}, predicted peak "
-            f"{format_bytes(self.predicted_peak_bytes)} ({-self.saving:+.0%}){reserved}, predicted overhead "
+            f"{format_bytes(self.predicted_peak_bytes)} ({-self.saving:+.0%}){reserved}{waits}, predicted overhead "
             f"{self.overhead:+.1%}; solver {self.solver} ({self.status.value}, gap {self.gap:.1%} to {self.bound_scope}), "
             f"planned in {format_seconds(self.cost_seconds + self.solve_seconds)}"
         )
@@ -155,6 +167,7 @@ class Plan:
             status=self.status.value,
             notes=list(self.notes),
             overhead=self.overhead,
+            **({"copies": self.copies, "host_bytes": self.host_bytes} if self.copies else {}),
             gap=self.gap if self.gap != float("inf") else None,
             footprint=self.footprint.to_dict() if self.footprint is not None else None,
             untiled=self.untiled.to_dict() if self.untiled is not None else None,

@@ -15,7 +15,7 @@ from lightning_remat._version import __version__
 from lightning_remat.errors import RematError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._config import RematConfig
-from lightning_remat.schedule import verify
+from lightning_remat.schedule import Copy, simulate, verify
 from lightning_remat.solvers import Solution
 
 log = logging.getLogger(__name__)
@@ -147,5 +147,8 @@ def verified(data: Any, graph: ComputationGraph, budget_bytes: int) -> Solution:
     solution = Solution.from_dict(data)
     if solution.schedule is None:
         raise ValueError("a solution without a schedule")
+    peak = verify(graph, solution.schedule, budget_bytes)
+    if any(isinstance(step, Copy) for step in solution.schedule.steps):
+        return dataclasses.replace(solution, peak_bytes=peak, seconds=simulate(graph, solution.schedule).seconds)
     seconds = sum(graph.ops[op].seconds * count for op, count in solution.schedule.evaluations.items())
-    return dataclasses.replace(solution, peak_bytes=verify(graph, solution.schedule, budget_bytes), seconds=seconds)
+    return dataclasses.replace(solution, peak_bytes=peak, seconds=seconds)

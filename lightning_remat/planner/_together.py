@@ -25,7 +25,7 @@ from lightning_remat.allocator import Footprint, footprint_together
 from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.errors import InfeasibleBudgetError
-from lightning_remat.graph import ComputationGraph, Op, Phase
+from lightning_remat.graph import ComputationGraph, Host, Op, Phase
 from lightning_remat.planner._beside import NOTHING_BESIDE, OUTSIDE, Beside, floor_bytes, needing
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._device_memory import DeviceMemory, less
@@ -61,12 +61,17 @@ MOST_CHOICES = 400
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One graph of a step, with costs, and the memory beside it: what is known (``around``), and what was measured."""
+    """One graph of a step, with costs, and the memory beside it: what is known (``around``), and what was measured.
+
+    Attributes:
+        host: the host's memory, where tensors may be copied to it: of a step's only graph.
+    """
 
     captured: CapturedGraph
     weights: Weights
     around: Surroundings
     beside: Beside = NOTHING_BESIDE
+    host: Host | None = None
 
     @property
     def graph(self) -> ComputationGraph:
@@ -197,6 +202,10 @@ def _planned_together(
 
     measured = [part.beside.within(around(i, 0)) for i, part in enumerate(parts)]  # the same whatever is kept
     alone = [beside(i, 0) for i in range(len(parts))]
+    if parts[0].host is not None:
+        only = alone[0].replace(host=parts[0].host)
+        solving = dataclasses.replace(config, background=False)
+        return [make_plan(only, solving, held_bytes=held_bytes, progress=progress, cache=cache)]
     # Kept bytes that are inputs of graph i too are counted in both: only what exceeds ``free[i]`` adds to its peak.
     total = sum(graph.floor_bytes + sum(graph.storages) for graph in alone)
     free = [total - (beside(i, total).resident_bytes - alone[i].resident_bytes) for i in range(len(parts))]

@@ -28,6 +28,10 @@ class PlanLike(Protocol):
         """What the device's caching allocator reserves for it, in bytes; 0 where there is none."""
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of the tensors that wait in the host's memory for the backward."""
+
+    @property
     def baseline_peak_bytes(self) -> int:
         """Peak without rematerialization, in bytes."""
 
@@ -65,17 +69,20 @@ def plan_table(rows: Mapping[str, PlanLike] | Iterable[PlanLike], title: str | N
 
     Returns:
         A table for `rich.console.Console.print`. Times and sizes are in units that fit them; the percentage after a
-        peak is its share of the peak without rematerialization. There is a column of reserved bytes if a plan has any.
+        peak is its share of the peak without rematerialization. There is a column of reserved bytes if a plan has any, and
+        one of bytes on the host.
     """
     labels: list[str] | None = None
     if isinstance(rows, Mapping):
         labels, rows = list(rows), list(rows.values())
     rows = list(rows)
     reserves = any(plan.predicted_reserved_bytes for plan in rows)
+    waits = any(plan.host_bytes for plan in rows)
     table = Table(title=title)
     if labels is not None:
         table.add_column("")
-    for name in ("budget", "predicted peak", *(["reserved"] if reserves else []), "step", "overhead"):
+    beside = [*(["reserved"] if reserves else []), *(["on the host"] if waits else [])]
+    for name in ("budget", "predicted peak", *beside, "step", "overhead"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("solver")
     table.add_column("status")
@@ -86,6 +93,7 @@ def plan_table(rows: Mapping[str, PlanLike] | Iterable[PlanLike], title: str | N
             format_bytes(plan.budget_bytes),
             f"{format_bytes(plan.predicted_peak_bytes)} ({_share(plan.predicted_peak_bytes, plan.baseline_peak_bytes)})",
             *([format_bytes(plan.predicted_reserved_bytes)] if reserves else []),
+            *([format_bytes(plan.host_bytes)] if waits else []),
             format_seconds(plan.predicted_seconds),
             _percent(plan.overhead, signed=True),
             plan.solver,

@@ -78,7 +78,13 @@ class Improving:
             plan = self._plans.all[graph.plan]
             known = self._plans.planning.cache.path(plan.graph, plan.budget_bytes, config).exists()
             smallest = parse_budget(config.budget).kind is BudgetKind.MIN
-            if plan.rematerializes and plan.status is not Status.OPTIMAL and not known and not smallest:
+            if (
+                plan.graph.host is None
+                and plan.rematerializes
+                and plan.status is not Status.OPTIMAL
+                and not known
+                and not smallest
+            ):
                 self.search = self._search(plan), graph
 
     def _search(self, plan: Plan) -> Search | ToldSearch:

@@ -17,9 +17,10 @@ from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.cost import CostCache, OpCost, cost_model
 from lightning_remat.errors import ScheduleError
-from lightning_remat.graph import ComputationGraph
+from lightning_remat.graph import ComputationGraph, Host
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._device_memory import DeviceAllocator, DeviceMemory, allocated_bytes
+from lightning_remat.planner._host import found_host, why_not, with_host
 from lightning_remat.planner._make import (
     FOR_ONCE,
     UNPLANNED,
@@ -84,6 +85,8 @@ class Planning:
         self.agreement, self.progress, self.surroundings = agreement, progress, surroundings
         self._reasons, self._reserved, self._at_hand = reasons, reserved, at_hand
         self._costs = CostCache()
+        self._hosts: dict[torch.device, Host | None] = {}
+        self._stays: set[str] = set()  # why tensors stay on the device, as it was told
         self._unnamed: dict[torch.device, int] = {}  # by device, allocated bytes that nothing known accounts for
 
     @property
@@ -173,6 +176,39 @@ class Planning:
         captured = dataclasses.replace(captured, graph=captured.graph.replace(device=str(device)))
         return captured, time.monotonic() - started
 
+    def offloading(
+        self, graph: ComputationGraph, captured: CapturedGraph, *, whole: bool, sharded: bool
+    ) -> ComputationGraph:
+        """A graph with the host's memory, where its tensors may be copied there.
+
+        Args:
+            graph: with what is held beside it.
+            captured: as it was captured.
+            whole: whether it is the only graph of a call.
+            sharded: whether parameters are shards.
+        """
+        if self.config.offload == "off":
+            return graph
+        reason = why_not(symbolic=bool(captured.symbols), whole=whole, sharded=sharded)
+        if not reason:
+            return with_host(graph, self._host(captured.device))
+        if reason not in self._stays:
+            self._stays.add(reason)
+            log.info("%s keeps its tensors on the device: %s", self._reasons.name or "captured graph", reason)
+        return graph
+
+    def _host(self, device: torch.device) -> Host | None:
+        """The host's memory for steps on a device: the same in all processes."""
+        if device not in self._hosts:
+            processes = self.agreement.processes if self.agreement is not None else 1
+            self._hosts[device] = self._agreed(
+                lambda: f"host {device.type} {self.config.host_budget}",
+                lambda: found_host(device, self.config, self._costs, processes),
+                lambda host: host.to_dict() if host is not None else None,
+                lambda data: Host.from_dict(data) if data is not None else None,
+            )
+        return self._hosts[device]
+
     def _measuring(self, started: float, done: int, total: int) -> None:
         left = (time.monotonic() - started) / done * (total - done)
         about = f", about {left:.0f} s left" if left >= 1 else ""
@@ -223,6 +259,7 @@ class Planning:
         kept = sum(kept_bytes(plan) for plan, _ in earlier)
         graph = around.put_around(captured, weights, [(plan.graph, own) for plan, own in earlier], kept_bytes=kept)
         graph = graph.replace(resident_bytes=graph.resident_bytes + room_bytes)
+        graph = self.offloading(graph, captured, whole=whole and not earlier, sharded=around.sharded)
         replayed = replay_bytes(captured) + room_bytes
         alike = (graph, graph.replace(resident_bytes=graph.resident_bytes - replayed))
         same = [plan for plan in known if plan.graph in alike and self._holds(plan)]
@@ -263,6 +300,10 @@ class Planning:
 
     def together(self, parts: Sequence[Part], fixed: Sequence[Schedule], memory: DeviceMemory | None) -> list[Plan]:
         """Plans for the graphs of a call together; the first graphs keep the schedules in ``fixed``."""
+        alone = len(parts) == 1 and not fixed
+        around = self.offloading(parts[0].graph, parts[0].captured, whole=alone, sharded=parts[0].around.sharded)
+        if around.host is not None:
+            parts = [dataclasses.replace(parts[0], host=around.host)]
 
         def make() -> list[Plan]:
             return plan_together(

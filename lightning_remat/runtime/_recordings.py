@@ -234,6 +234,10 @@ class Recorder:
         """As long as there is this tensor, which autograd keeps for the backward, no other forward is replayed."""
         self._shared.wait_for(saved)
 
+    def told(self, reason: str) -> None:
+        """Warn that something runs unrecorded, once for each reason."""
+        self._shared.told(reason)
+
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def forward(self, version: int, run: Run, args: list[Any], returned: int) -> Sequence[Any]:

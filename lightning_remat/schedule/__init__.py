@@ -1,17 +1,19 @@
-"""The answer: compute and free steps, their memory over time, and the check that they are right.
+"""The answer: compute, free and copy steps, their memory over time, and the check that they are right.
 
 * ``_schedule``: schedules, and their plain data.
 * ``_simulate``: bytes held and time passed at each step, and what an allocator is asked for.
-* ``_verify``: the independent check that every schedule passes before it runs.
+* ``_clocks``: the time passed for ops and copies.
+* ``_verify``: the independent check that every schedule passes before it runs; ``_copy_rules``: its part about copies.
 """
 
-from lightning_remat.schedule._schedule import Compute, Free, Schedule, Step
+from lightning_remat.schedule._schedule import Compute, Copy, Free, Schedule, Step
 from lightning_remat.schedule._simulate import Allocations, Event, Timeline, allocations, simulate
 from lightning_remat.schedule._verify import verify
 
 __all__ = [
     "Allocations",
     "Compute",
+    "Copy",
     "Event",
     "Free",
     "Schedule",

@@ -5,7 +5,15 @@ present already (an op with several outputs, evaluated again for one of them), t
 freed as soon as the op is done. With ``over``, the result takes the storage of that input, and every tensor on it is
 gone. The op must allow that, the caller must not hold the input, and the input must have been made on the same side of
 the boundary, since the caller may run the backward again on what the forward has saved. A `Free` step gives a tensor
-up; its storage is released with the last tensor that lies on it. ``boundary`` steps run before the loss is handed to
+up; its storage is released with the last tensor that lies on it.
+
+`Copy` steps move tensors between the device and the host, beside the ops, where the graph has a `Host`. Copies in one
+direction begin in the order of their steps, each when the one before has ended. A copy to the host begins with one step,
+at which the tensor is present, and has ended with another; in between its memory is neither given up nor written to, and
+from then on the tensor may be freed, and fetched as often as it is wanted until the step ends. A copy to the device
+begins with one step, from which on it takes memory of its own, and the tensor, which was not present, is so from the step
+on with which it has ended. Copies that begin in the forward have ended when that ends. What is copied is a tensor whose
+storage no op mutates, and that fills its storage. ``boundary`` steps run before the loss is handed to
 the caller, the others when the caller starts the backward.
 """
 
@@ -32,7 +40,21 @@ class Free(NamedTuple):
     tensor: int
 
 
-Step = Compute | Free
+class Copy(NamedTuple):
+    """Begin to copy tensor ``tensor``, or, with ``ended``, wait until that copy has ended.
+
+    Attributes:
+        tensor: an index into ``graph.tensors``.
+        to_device: whether it is fetched back to the device; otherwise it goes to the host.
+        ended: whether this step waits for the copy that has begun.
+    """
+
+    tensor: int
+    to_device: bool
+    ended: bool
+
+
+Step = Compute | Free | Copy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +78,11 @@ class Schedule:
         return Counter(step.op for step in self.steps if isinstance(step, Compute))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, ready for JSON: an op index (or a pair with ``over``) for a compute step, ``-1 - tensor`` for a free."""
+        """Plain data, ready for JSON.
+
+        A compute step is an op index (or a pair with ``over``), a free step ``-1 - tensor``, and a copy step a list of
+        tensor, ``to_device`` and ``ended``.
+        """
         return {"steps": [_encoded(step) for step in self.steps], "boundary": self.boundary}
 
     @classmethod
@@ -75,10 +101,12 @@ class Schedule:
 def _encoded(step: Step) -> int | list[int]:
     if isinstance(step, Free):
         return -1 - step.tensor
+    if isinstance(step, Copy):
+        return [step.tensor, int(step.to_device), int(step.ended)]
     return step.op if step.over < 0 else [step.op, step.over]
 
 
 def _decoded(code: int | list[int]) -> Step:
     if isinstance(code, list):
-        return Compute(*code)
+        return Compute(*code) if len(code) == 2 else Copy(code[0], *map(bool, code[1:]))
     return Compute(code) if code >= 0 else Free(-1 - code)

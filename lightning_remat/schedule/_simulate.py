@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from lightning_remat.errors import ScheduleError
 from lightning_remat.graph import ComputationGraph, TensorRole
-from lightning_remat.schedule._schedule import Compute, Schedule
+from lightning_remat.schedule._clocks import Clocks
+from lightning_remat.schedule._schedule import Compute, Copy, Free, Schedule, Step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,12 +22,13 @@ class Timeline:
         during: bytes held while each step runs (workspace and outputs of a running op included), one a step.
         after: bytes held when each step is done.
         seconds_after: seconds passed when each step is done.
-        peak_bytes: the largest of ``during`` while an op runs; what is resident at the start when none does.
+        peak_bytes: the largest of ``during`` while an op or a copy runs; what is resident at the start without any.
         peak_step: index of the first step at which the peak occurs (-1 when no op runs).
-        peak_op: name of the op computed there ("" when no op runs).
+        peak_op: name of the op computed there, or that made what is fetched there ("" when no op runs).
         peak_module: that op's module path.
-        seconds: time of all evaluations.
+        seconds: time of all evaluations, and of what they wait for: copies from and to the host.
         saved_bytes: bytes held when the forward ends, its outputs included, beyond inputs and what is resident.
+        host_bytes: bytes that lie on the host in the end.
     """
 
     during: npt.NDArray[np.int64]
@@ -38,6 +40,7 @@ class Timeline:
     peak_module: str
     seconds: float
     saved_bytes: int
+    host_bytes: int = 0
 
 
 def simulate(graph: ComputationGraph, schedule: Schedule) -> Timeline:
@@ -46,33 +49,32 @@ def simulate(graph: ComputationGraph, schedule: Schedule) -> Timeline:
     Storages are what takes memory: a view takes none, and a storage is released when the last present tensor on it is
     given up. The caller holds inputs throughout, and forward outputs from the boundary on.
 
+    Copies run beside the ops (`Clocks`). What is fetched takes memory from the step on with which its copy begins.
+
     Raises:
         ScheduleError: when a step needs a tensor that is not present. (`verify` checks all the rules.)
     """
-    memory = _Memory(graph)
+    memory, clocks = _Memory(graph), Clocks(graph)
     count = len(schedule.steps)
     during = np.zeros(count, dtype=np.int64)
     after = np.zeros(count, dtype=np.int64)
     seconds_after = np.zeros(count, dtype=np.float64)
-    seconds, saved = 0.0, 0
+    saved = 0
     peak, peak_step = memory.held, -1
     for index, step in enumerate(schedule.steps):
         if index == schedule.boundary:
             saved = memory.cross_boundary()
-        if isinstance(step, Compute):
-            during[index] = memory.compute(step.op, step.over)
-            seconds += graph.ops[step.op].seconds
-            if peak_step < 0 or during[index] > peak:
-                peak, peak_step = int(during[index]), index
-        else:
-            during[index] = memory.held
-            memory.free(step.tensor)
+        during[index] = memory.do(step)
+        if not isinstance(step, Free) and (peak_step < 0 or during[index] > peak):
+            peak, peak_step = int(during[index]), index
+        clocks.pass_step(step)
         after[index] = memory.held
-        seconds_after[index] = seconds
+        seconds_after[index] = clocks.seconds
     if schedule.boundary == count:
         saved = memory.cross_boundary()
     highest = schedule.steps[peak_step] if peak_step >= 0 else None
-    op = graph.ops[highest.op] if isinstance(highest, Compute) else None
+    made = highest.op if isinstance(highest, Compute) else graph.producer[highest.tensor] if highest else -1
+    op = graph.ops[made] if made >= 0 else None
     return Timeline(
         during=during,
         after=after,
@@ -81,8 +83,9 @@ def simulate(graph: ComputationGraph, schedule: Schedule) -> Timeline:
         peak_step=peak_step,
         peak_op=op.name if op else "",
         peak_module=op.module if op else "",
-        seconds=seconds,
+        seconds=clocks.seconds,
         saved_bytes=saved,
+        host_bytes=sum(graph.storages[graph.tensors[t].storage] for t in memory.on_host),
     )
 
 
@@ -128,10 +131,7 @@ def allocations(graph: ComputationGraph, schedule: Schedule) -> Allocations:
         if index == schedule.boundary:
             boundary = len(memory.events)
             memory.cross_boundary()
-        if isinstance(step, Compute):
-            memory.compute(step.op, step.over)
-        else:
-            memory.free(step.tensor)
+        memory.do(step)
     if schedule.boundary == len(schedule.steps):
         boundary = len(memory.events)
         memory.cross_boundary()
@@ -156,6 +156,8 @@ class _Memory:
         self.instance: dict[int, int] = {}  # present tensor -> storage instance
         self.references: list[int] = []  # storage instance -> present tensors and other holders
         self.bytes: list[int] = []
+        self.on_host: set[int] = set()
+        self.fetched: dict[int, int] = {}  # tensor on its way to the device -> storage instance
         by_storage: dict[int, int] = {}
         for t in graph.inputs:
             tensor = graph.tensors[t]
@@ -200,6 +202,17 @@ class _Memory:
             self._drop(self.instance.pop(t), taken=True)
         return self.block[instance]
 
+    def do(self, step: Step) -> int:
+        """Run one step; returns the bytes held meanwhile."""
+        if isinstance(step, Compute):
+            return self.compute(step.op, step.over)
+        held = self.held
+        if isinstance(step, Copy):
+            self.copy(step)
+            return self.held
+        self.free(step.tensor)
+        return held
+
     def compute(self, index: int, over: int) -> int:
         """Evaluate an op, on the storage of tensor ``over`` unless that is -1; returns the bytes held while it runs."""
         graph, op = self.graph, self.graph.ops[index]
@@ -232,6 +245,23 @@ class _Memory:
         if tensor not in self.instance:
             raise ScheduleError(f"{self.graph.tensors[tensor].name} is freed while it is not present")
         self._drop(self.instance.pop(tensor))
+
+    def copy(self, step: Copy) -> None:
+        """Begin or end a copy; the memory of what is fetched is held by the copy until it has ended."""
+        t, name = step.tensor, self.graph.tensors[step.tensor].name
+        if not step.to_device:
+            if t not in self.instance:
+                raise ScheduleError(f"{name} is copied to the host while it is not present")
+            self.on_host.add(t)
+        elif not step.ended:
+            if t not in self.on_host or t in self.fetched:
+                raise ScheduleError(f"{name} is fetched, and is not on the host, or on its way already")
+            self.fetched[t] = self._new(self.graph.storages[self.graph.tensors[t].storage])
+            self.references[self.fetched[t]] += 1
+        else:
+            if t not in self.fetched or t in self.instance:
+                raise ScheduleError(f"a fetch of {name} ends that has not begun, or while it is present")
+            self.instance[t] = self.fetched.pop(t)
 
     def cross_boundary(self) -> int:
         """Hand the forward outputs to the caller and take the tangents; returns the bytes kept for the backward."""

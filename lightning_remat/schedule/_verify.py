@@ -12,14 +12,19 @@ The rules:
 8. when the step ends, all gradients are present and every random or mutating op has run;
 9. an op overwrites only what it declares, that the caller does not hold and that was made on this side of the boundary;
    every tensor there is gone afterwards;
-10. at no moment is more memory held than the budget.
+10. at no moment is more memory held than the budget, nor more on the host than it has for the step;
+11. what is copied to the host is present, not there already, and `ComputationGraph.copyable`; until the copy has ended it is
+    neither freed nor overwritten;
+12. what is fetched lies on the host and is not present; it is read when the fetch has ended, and not computed before;
+13. a copy ends once, and on the side of the boundary on which it began.
 """
 
 from __future__ import annotations
 
 from lightning_remat.errors import ScheduleError
 from lightning_remat.graph import ComputationGraph, Phase, TensorRole
-from lightning_remat.schedule._schedule import Compute, Schedule
+from lightning_remat.schedule._copy_rules import CopyRules
+from lightning_remat.schedule._schedule import Compute, Copy, Schedule
 
 
 def verify(graph: ComputationGraph, schedule: Schedule, budget_bytes: int | None = None) -> int:
@@ -50,10 +55,11 @@ def verify(graph: ComputationGraph, schedule: Schedule, budget_bytes: int | None
     mutators = [i for i, op in enumerate(graph.ops) if op.mutates]
     mutated: dict[int, int] = {}
     outside = graph.resident_bytes + graph.forward_resident_bytes
+    copied = CopyRules(graph)
     peak = 0
 
     def held(extra: set[tuple[int, int]]) -> int:
-        copies = set(where.values()) | kept_by_caller | extra
+        copies = set(where.values()) | set(copied.fetching.values()) | kept_by_caller | extra
         return outside + sum(graph.storages[storage] for storage, _ in copies)
 
     def put(t: int, copy: tuple[int, int]) -> None:
@@ -77,6 +83,7 @@ def verify(graph: ComputationGraph, schedule: Schedule, budget_bytes: int | None
 
     def end_forward(number: int) -> None:
         nonlocal outside
+        copied.ended("the forward ends")
         outside -= graph.forward_resident_bytes
         for t in (*graph.forward_outputs, *graph.forward_transient):
             if t not in where:
@@ -94,17 +101,29 @@ def verify(graph: ComputationGraph, schedule: Schedule, budget_bytes: int | None
         if number == schedule.boundary:
             end_forward(number)
             current = held(set())
+        if isinstance(step, Copy):
+            if not step.ended:
+                copied.begin(number, step, where)
+                if step.to_device:
+                    current += copied.bytes_of([step.tensor])
+                    account(number, f"the fetch of {names[step.tensor]}", current)
+            elif (place := copied.end(number, step)) is not None:
+                put(step.tensor, place)
+            continue
         if not isinstance(step, Compute):
             if step.tensor in owned:
                 raise ScheduleError(f"step {number} frees {names[step.tensor]}, which the caller holds")
             if step.tensor not in where:
                 raise ScheduleError(f"step {number} frees {names[step.tensor]}, which is not present")
             copy = where[step.tensor]
+            copied.not_taken(number, step.tensor)
             take_away(step.tensor)
             if copy not in kept_by_caller and copy not in lying_on:
                 current -= graph.storages[copy[0]]
             continue
         op = graph.ops[step.op]
+        for t in (*op.inputs, *op.outputs):
+            copied.not_read(number, op.name, t)
         for t in op.inputs:
             if t not in where:
                 raise ScheduleError(f"step {number}: {op.name} reads {names[t]}, which is not present")
@@ -146,6 +165,7 @@ def verify(graph: ComputationGraph, schedule: Schedule, budget_bytes: int | None
                 raise ScheduleError(
                     f"step {number}: {op.name} overwrites {names[step.over]}, which the caller holds or the forward saved"
                 )
+            copied.not_taken(number, step.over, copy)
             for t in list(lying_on[copy]):
                 take_away(t)
             current -= graph.storages[copy[0]]
@@ -156,6 +176,7 @@ def verify(graph: ComputationGraph, schedule: Schedule, budget_bytes: int | None
         current += sum(graph.storages[copy[0]] for copy in fresh if copy in lying_on)
     if schedule.boundary == len(schedule.steps):
         end_forward(len(schedule.steps))
+    copied.ended("the step ends")
     for t in graph.backward_outputs:
         if t not in where:
             raise ScheduleError(f"gradient {names[t]} is not present when the step ends")

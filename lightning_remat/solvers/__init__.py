@@ -12,11 +12,12 @@ A folder for each paper, none of which imports another's:
 * ``moccasin``: Bartan et al. 2023, retention intervals.
 * ``xla``: the greedy of the XLA compiler, as Kumar et al. 2019 describe it.
 
-Three of this project's own:
+Four of this project's own:
 
 * ``bounds``: lower bounds on the time of any schedule within a budget.
 * ``heuristics``: schedules that are quickly found, and improved by local search.
 * ``portfolio``: the cheapest schedule, the smallest peak, the whole trade-off, the largest batch size, by several methods.
+* ``offload``: host memory as a third choice beside keeping and computing again.
 
 And ``common``: the problem, the registry of methods, and what several folders use.
 """
@@ -27,7 +28,7 @@ from lightning_remat.solvers.chen_griewank import _chen, _griewank
 from lightning_remat.solvers.common import _no_remat
 from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._problem import Evaluation, NodeSequence, Problem
-from lightning_remat.solvers.common._registry import Answer, available, options_of, register, solve
+from lightning_remat.solvers.common._registry import Answer, available, options_of, register
 from lightning_remat.solvers.common._solution import Solution, Status
 from lightning_remat.solvers.heuristics import _descent, _greedy
 from lightning_remat.solvers.hiremate import _h_ilp, _hiremate, _rk_checkmate, _rotor
@@ -35,6 +36,7 @@ from lightning_remat.solvers.hiremate._partition import Block, partitioners, reg
 from lightning_remat.solvers.kumar import _pathwidth, _treewidth
 from lightning_remat.solvers.kusumoto import _dynamic_programming
 from lightning_remat.solvers.moccasin import _moccasin
+from lightning_remat.solvers.offload._solve import offloaded, solve
 from lightning_remat.solvers.portfolio import _auto
 from lightning_remat.solvers.portfolio._auto import INTERRUPTED, OF_NO_USE
 from lightning_remat.solvers.portfolio._batch_size import (
@@ -79,6 +81,7 @@ __all__ = [
     "linear_in_batch",
     "max_batch_size",
     "moved",
+    "offloaded",
     "one_extra_forward",
     "options_of",
     "partitioners",

@@ -58,6 +58,21 @@ def test_kusumoto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert result["largest_batch"]["ApproxDP + MC"] > result["largest_batch"]["vanilla"]
 
 
+@pytest.mark.long
+def test_offload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.papers import offload
+
+    data = written(offload.main, tmp_path)
+    assert "recompute" in capsys.readouterr().out
+    for one in [*data["chains"], *data["transformers"]]:
+        for ways in one["overheads"].values():
+            if ways["recompute"] is not None:
+                assert ways["bound"] <= ways["both"] * (1 + 1e-6) + 1e-9
+                assert ways["both"] <= ways["recompute"]
+    assert all(one["overheads"]["1/4"]["both"] < one["overheads"]["1/4"]["recompute"] for one in data["chains"])
+
+
 @pytest.mark.slow
 def test_hiremate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")

@@ -159,6 +159,9 @@ def test_profilers(make, tmp_path):
         ({"time_limit": 0}, ConfigError, "time_limit"),
         ({"solver_options": {"magic": 1}}, ConfigError, "no option 'magic'"),
         ({"measure": "perhaps"}, ConfigError, "measure"),
+        ({"offload": "disk"}, ConfigError, "offload='disk'"),
+        ({"host_budget": "auto"}, BudgetError, "host_budget='auto'"),
+        ({"host_budget": 1.5}, BudgetError, "host_budget=1.5"),
     ],
 )
 def test_options_that_cannot_be_used(options, error, words):

@@ -7,19 +7,22 @@ beside its outputs and workspace fits the budget; a value may be dropped at any 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Hashable, Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
+from lightning_remat.graph import Host
 from lightning_remat.solvers import Problem
 
 
 class Moves(Protocol):
-    def __call__(self, state: tuple[int, ...]) -> Iterator[tuple[float, tuple[int, ...]]]: ...
+    def __call__(self, state: Any) -> Iterator[tuple[float, Any]]: ...
 
 
-def _cheapest(start: tuple[int, ...], moves: Moves) -> float:
-    """Cost of the cheapest way from ``start`` to a state that equals ``()``; infinity without one."""
+def _cheapest(start: Any, moves: Moves, below: float = math.inf) -> float:
+    """Cost of the cheapest way from ``start`` to a state that equals ``()``; infinity without one that costs less than
+    ``below``."""
     best: dict[Hashable, float] = {start: 0.0}
     queue = [(0.0, start)]
     while queue:
@@ -29,7 +32,7 @@ def _cheapest(start: tuple[int, ...], moves: Moves) -> float:
         if not state:
             return cost
         for extra, following in moves(state):
-            if cost + extra < best.get(following, math.inf):
+            if cost + extra < min(below, best.get(following, math.inf)):
                 best[following] = cost + extra
                 heapq.heappush(queue, (cost + extra, following))
     return math.inf
@@ -151,3 +154,85 @@ def interesting_budgets(problem: Problem) -> list[int]:
     peak = problem.evaluate(problem.captured).peak_bytes
     low = next(b for b in range(1, peak + 1) if cheapest_in_stages(problem, b) < math.inf)
     return sorted({max(1, low - 1), low, low + 1, (low + peak) // 2, peak - 1, peak} - {0})
+
+
+def cheapest_with_copies(
+    problem: Problem, budget: int, host: Host, copyable: frozenset[int], below: float = math.inf
+) -> float:
+    """Seconds of the cheapest schedule of all, of which values may wait on the host too; infinity where none fits.
+
+    A state knows in how many seconds of the ops the copies that are under way will have ended. What has ended counts as such
+    at once, and values are dropped where their room is needed: neither costs anything.
+
+    Args:
+        problem: the problem.
+        budget: the most that may be held at any moment.
+        host: how fast copies are, and how much lies there.
+        copyable: values that may be copied.
+        below: schedules of more seconds are not looked for.
+    """
+    rules = _Rules(problem, budget)
+    once = [not problem.recomputable[node] for node in range(len(problem))]
+    draws = [node for node in range(len(problem)) if problem.random[node]]
+    tracked = _mask([node for node in range(len(problem)) if once[node]] + draws)
+    before = _mask([n for n in range(problem.boundary) if problem.random[n]])
+
+    def after(state: Any, seconds: float) -> Any:
+        """The state so many seconds later, without the copies that have ended by then."""
+        present, done, crossed, there, sending, fetching = state
+        there |= _mask([v for v, left in sending if left <= seconds])
+        present |= _mask([v for v, left in fetching if left <= seconds])
+        sending = tuple((v, left - seconds) for v, left in sending if left > seconds)
+        fetching = tuple((v, left - seconds) for v, left in fetching if left > seconds)
+        return present, done, crossed, there, sending, fetching
+
+    def with_room(state: Any, nbytes: int, needed: int) -> Iterator[Any]:
+        """The state with as few values dropped as it takes for so many more bytes."""
+        present, done, crossed, there, sending, fetching = state
+        base = problem.base_bytes + (0 if crossed else problem.forward_extra_bytes)
+        held = base + rules.bytes(present | _mask([v for v, _ in fetching]))
+        over = held + nbytes - budget
+        fixed = needed | _mask([v for v, _ in sending]) | (rules.outputs if crossed else 0)
+        free = [v for v in range(len(problem.nbytes)) if present & ~fixed & 1 << v and problem.nbytes[v]]
+        for count in range(len(free) + 1):
+            for chosen in itertools.combinations(free, count):
+                sizes = [problem.nbytes[v] for v in chosen]
+                if sum(sizes) >= over and all(sum(sizes) - one < over for one in sizes):
+                    yield present & ~_mask(chosen), done, crossed, there, sending, fetching
+
+    def moves(state: Any) -> Iterator[tuple[float, Any]]:
+        present, done, crossed, there, sending, fetching = state
+        idle = not sending and not fetching
+        if not crossed and idle and not rules.crossing & ~present and not before & ~done:
+            yield 0.0, (present | rules.tangents, done, 1, there, (), ())
+        if crossed and idle and not rules.finals & ~present and not tracked & ~done:
+            yield 0.0, ()
+        on_the_way = _mask([v for v, _ in fetching])
+        for node in range(len(problem) if crossed else problem.boundary):
+            if (once[node] and done >> node & 1) or rules.writes[node] & on_the_way or rules.reads[node] & ~present:
+                continue
+            if problem.random[node] and not done >> node & 1 and any(not done >> d & 1 for d in draws if d < node):
+                continue
+            if not rules.writes[node] & ~present and not tracked & ~done & 1 << node:
+                continue
+            more = rules.bytes(rules.writes[node]) + problem.workspace[node]
+            for held, *others in with_room(state, more, rules.reads[node]):
+                ran = (held | rules.writes[node], others[0] | (tracked & 1 << node), *others[1:])
+                yield problem.seconds[node], after(ran, problem.seconds[node])
+        for v in copyable:
+            bit = 1 << v
+            under = there | bit | _mask([other for other, _ in sending])
+            sends = present & bit and not there & bit and all(v != other for other, _ in sending)
+            if sends and rules.bytes(under) <= host.bytes:
+                end = max([left for _, left in sending], default=0.0)
+                end += host.seconds(problem.nbytes[v], to_device=False)
+                yield 0.0, after((present, done, crossed, there, tuple(sorted([*sending, (v, end)])), fetching), 0.0)
+            if there & bit and not (present | on_the_way) & bit:
+                end = max([left for _, left in fetching], default=0.0)
+                end += host.seconds(problem.nbytes[v], to_device=True)
+                for *others, to_device in with_room(state, problem.nbytes[v], 0):
+                    yield 0.0, after((*others, tuple(sorted([*to_device, (v, end)]))), 0.0)
+        for _, left in (*sending, *fetching):
+            yield left, after(state, left)
+
+    return _cheapest((0, 0, 0, 0, (), ()), moves, below) if rules.starts() else math.inf

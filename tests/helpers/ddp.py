@@ -157,6 +157,7 @@ CASES: dict[str, dict[str, Any]] = {
         "ddp": {"gradient_as_bucket_view": True},
         "remat": {"measure": True},
     },
+    "offloaded": {"make": Wide, "train": large, "remat": {"measure": True, "offload": "host", "time_limit": 2.0}},
     "checked": {"make": Unused, "ddp": {"find_unused_parameters": True}, "remat": {"check": True}},
     "checked-static": {"ddp": {"static_graph": True}, "remat": {"check": True}},
     "four": {"make": Validated, "val": True, "devices": 4, "train": lambda: loader(96)},
@@ -281,6 +282,7 @@ def run(name: str, folder: Path) -> None:
     found["plans"] = [
         {
             "rematerializes": plan.rematerializes,
+            "copies": plan.copies,
             "budget": plan.budget_bytes,
             "seconds": plan.predicted_seconds,
             "predicted": plan.predicted_peak_bytes,

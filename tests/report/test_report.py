@@ -155,6 +155,7 @@ class FakePlan:
     budget_bytes: int = 600 * MIB
     predicted_peak_bytes: int = 590 * MIB
     predicted_reserved_bytes: int = 0
+    host_bytes: int = 0
     baseline_peak_bytes: int = 1000 * MIB
     predicted_seconds: float = 0.5
     overhead: float = 0.0834
@@ -176,6 +177,11 @@ class TestTable:
         assert "reserved" not in written(plan_table([FakePlan()]))
         text = written(plan_table([FakePlan(), FakePlan(predicted_reserved_bytes=612 * MIB)]))
         assert "reserved" in text and "612 MiB" in text
+
+    def test_what_waits_on_the_host_is_shown_where_something_does(self) -> None:
+        assert "on the host" not in written(plan_table([FakePlan()]))
+        text = written(plan_table([FakePlan(), FakePlan(host_bytes=123 * MIB)]))
+        assert "on the host" in text and "123 MiB" in text
 
     def test_it_holds_what_the_plans_say(self) -> None:
         text = written(plan_table({"GPT-2": FakePlan(), "ResNet": FakePlan(status="optimal")}, title="Plans"))

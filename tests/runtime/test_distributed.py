@@ -30,6 +30,7 @@ CASES = [
     "auto",
     "measured",
     "measured-views",
+    "offloaded",
     "checked",
     "checked-static",
 ]
@@ -62,7 +63,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 def test_the_numbers_are_those_of_ddp(found, case):
     for process in found[case]:
         assert "error" not in process and process["failures"] == []
-        assert process["plans"] and any(plan["rematerializes"] for plan in process["plans"])
+        assert process["plans"] and any(plan["rematerializes"] or plan["copies"] for plan in process["plans"])
         assert any(process["runs"])
 
 
@@ -96,7 +97,7 @@ def test_auto_is_the_smallest_of_all_devices(found):
     assert {plan["budget"] for process in found["auto"] for plan in process["plans"]} == {16_000}
 
 
-@pytest.mark.parametrize("case", ["measured", "measured-views"])
+@pytest.mark.parametrize("case", ["measured", "measured-views", "offloaded"])
 def test_the_measured_peak_is_within_the_budget_buckets_included(found, case):
     for process in found[case]:
         (plan,) = process["plans"]

@@ -51,6 +51,9 @@ class _Written:
 
 _WRITTEN = _Written()
 
+_COPIES = "tensors are copied to the host and back, on streams of their own"
+"""Why a version with such copies is not recorded."""
+
 _CALLS = 1 << 20
 """What a call's number is multiplied by beside a version's."""
 
@@ -74,6 +77,9 @@ class Recorder(Protocol):
 
     def wait_for(self, saved: torch.Tensor) -> None:
         """The backward of the forward that was replayed just now may come as long as there is this tensor."""
+
+    def told(self, reason: str) -> None:
+        """A version runs unrecorded, for this reason."""
 
 
 class Staged(Protocol):
@@ -154,6 +160,7 @@ class Exchange:
         self.observe: ObserveNode | None = None
         self.recorder: Recorder | None = None
         self._versions: dict[int, _Version] = {}  # the one that ran last at the end
+        self._unrecorded: set[int] = set()
         self._made_again: dict[int, tuple[Callable[[], Modules], tuple[str, ...]]] = {}
         self._added = 0
         self._returned = self._sizes = self._told = self._given = -1
@@ -181,6 +188,8 @@ class Exchange:
         self._returned, self._sizes, self._inputs = modules.returned, modules.sizes, inputs
         number, self._added = self._added, self._added + 1
         outputs: Any = modules.forward.graph.output_node().args[0]
+        if modules.copies:
+            self._unrecorded.add(number)
         if again is not None:
             self._made_again[number] = again, _names(modules)
         self._put(number, modules)
@@ -272,13 +281,14 @@ class Exchange:
     def forward(self, args: list[Any]) -> tuple[Any, ...]:
         """Run the current version's forward."""
         run, _, number = self._version(self.current)
-        if self.recorder is None or self.observe is not None:
+        recorder = self._recorder(self.current)
+        if recorder is None:
             outputs = run(args, self.observe)
         else:
-            outputs = self.recorder.forward(self.current, run.alone, args, self._returned)
-            if self.recorder.serial:
-                number = torch.tensor(self.current + _CALLS * self.recorder.serial, device="cpu")
-                self.recorder.wait_for(number)
+            outputs = recorder.forward(self.current, run.alone, args, self._returned)
+            if recorder.serial:
+                number = torch.tensor(self.current + _CALLS * recorder.serial, device="cpu")
+                recorder.wait_for(number)
         returned = [_WRITTEN if i in self._written else one for i, one in enumerate(outputs[: self._returned])]
         given = _Outputs((*returned, number, *outputs[self._returned :]))
         given.told = self._told
@@ -305,11 +315,12 @@ class Exchange:
             if run.in_stages is None:
                 run.in_stages = boxed(self.in_stages(run.module))
             return staged.begin(run.in_stages(args), dropped, done)
-        if self.recorder is None or self.observe is not None:
+        recorder = self._recorder(number)
+        if recorder is None:
             found = run(args, self.observe)
         else:
             usual = usual and run is self._version(number)[1]
-            found = self.recorder.backward(call, number, run.alone, args, len(args) - self._given, usual)
+            found = recorder.backward(call, number, run.alone, args, len(args) - self._given, usual)
         if dropped:
             found = tuple(None if i in dropped else one for i, one in enumerate(found))
         if summands and taken is not None:
@@ -318,6 +329,15 @@ class Exchange:
             done()
         found = found[: len(found) - summands]
         return found if staged is None else staged.begin_with(found)
+
+    def _recorder(self, version: int) -> Recorder | None:
+        """What runs a version's forward or backward, if not the version itself."""
+        if self.recorder is None or self.observe is not None:
+            return None
+        if version in self._unrecorded:
+            self.recorder.told(_COPIES)
+            return None
+        return self.recorder
 
     def _backward(self, number: int) -> Runner:
         """What runs the next backward of a version."""

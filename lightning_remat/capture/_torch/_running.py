@@ -46,6 +46,7 @@ class Modules:
         backward: takes the saved sizes, the saved tensors and the tangents.
         returned, sizes: their numbers.
         summands: how many of the backward's last outputs are summands of gradients before them (see ``capture._sums``).
+        copies: whether tensors are copied to the host and back.
     """
 
     forward: torch.fx.GraphModule
@@ -53,6 +54,7 @@ class Modules:
     returned: int
     sizes: int
     summands: int = 0
+    copies: bool = False
 
 
 ObserveNode = Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any], Callable[[], Any]], Any]

@@ -94,6 +94,12 @@ def program_limits(seconds: float, size: int = 0) -> tuple[float, int | None]:
     return max(0.0, count.until - time.monotonic()), max(1, round(min(seconds * NODES, MOST_NODES)))
 
 
+def count(seconds: float) -> None:
+    """Count so many seconds of work, where work is counted: for what takes long between two readings."""
+    if (counted := _count.get()) is not None:
+        counted.reading(seconds)
+
+
 def counts() -> bool:
     """Whether work is counted in this thread."""
     return _count.get() is not None

@@ -132,14 +132,8 @@ def solve(
         GraphError: for a graph whose forward outputs are produced in the backward.
         ScheduleError: when the answer breaks a rule or the budget: a defect of the method, or ``known`` is not as said.
     """
-    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes <= 0:
-        raise BudgetError(f"a budget of {budget_bytes!r}: solve() takes a positive whole number of bytes")
+    accepted = check(budget_bytes, method, options)
     algorithm = METHODS.get(method)
-    accepted = options_of(method)
-    for name in options:
-        if name not in accepted:
-            names = ", ".join(accepted) or "none"
-            raise SolverError(f"solver {method!r} has no option {name!r}; it takes: {names}")
     started = time.monotonic()
     with _clock.limited(time_limit, work_limit) as deadline:
         problem = Problem(graph)
@@ -157,6 +151,18 @@ def solve(
         if problem.evaluate(sequence).seconds < best:
             answer = dataclasses.replace(answer, sequence=sequence, status=Status.FEASIBLE, method=known.method)
     return solution_of(graph, problem, answer, budget_bytes, method, dict(accepted, **options), started)
+
+
+def check(budget_bytes: int, method: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The method's options with their defaults; raises as `solve` does where what it is asked makes no sense."""
+    if isinstance(budget_bytes, bool) or not isinstance(budget_bytes, int) or budget_bytes <= 0:
+        raise BudgetError(f"a budget of {budget_bytes!r}: solve() takes a positive whole number of bytes")
+    accepted = options_of(method)
+    for name in options:
+        if name not in accepted:
+            names = ", ".join(accepted) or "none"
+            raise SolverError(f"solver {method!r} has no option {name!r}; it takes: {names}")
+    return accepted
 
 
 def run_algorithm(method: str, problem: PlainProblem, budget_bytes: int, deadline: float, **options: Any) -> Answer:
