@@ -191,6 +191,7 @@ CASES: dict[str, dict[str, Any]] = {
         "remat": {"measure": True},
         "budget": 0.7,
     },
+    "overlapped-offloaded": {"make": Large, "train": rows, "remat": {"offload": "host", "solver": "auto"}},
     "overlapped-checked": {"make": Large, "train": rows, "remat": {"check": True}},
     "overlapped-four": {"make": Large, "train": rows, "devices": 4},
     "stage fails": {"make": Large, "train": rows, "fails": "stage", "times": 3, "budget": 0.9},
