@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu import batch_size, beside_compiler, bits, gpu_tests, out_of_memory, peaks, recordings, trainer
+from benchmarks.gpu import (
+    batch_size,
+    beside_compiler,
+    bits,
+    gpu_tests,
+    host_memory,
+    out_of_memory,
+    peaks,
+    recordings,
+    trainer,
+)
 from benchmarks.gpu.part import Part
 
 PARTS: dict[str, Part] = {
     module.PART.name: module.PART
-    for module in (gpu_tests, bits, out_of_memory, trainer, peaks, recordings, beside_compiler, batch_size)
+    for module in (gpu_tests, bits, out_of_memory, trainer, peaks, host_memory, recordings, beside_compiler, batch_size)
 }

@@ -26,6 +26,7 @@ from benchmarks.gpu import (
     beside_compiler,
     bits,
     gpu_tests,
+    host_memory,
     out_of_memory,
     peaks,
     steps,
@@ -363,6 +364,17 @@ class TestParts:
         monkeypatch.setattr(peaks, "peaks", lambda *_: over)
         torch._dynamo.reset()
         assert peaks.run(case.options, DRY)["faults"] == [OVER]
+
+    def test_host_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        ways = {way: host_memory.WAYS[way] for way in ("eager", "1.0", "0.6, host")}
+        ways["0.6, host"] = {**ways["0.6, host"], "cost_model": "unit"}  # so that ops take longer than copies
+        monkeypatch.setattr(host_memory, "WAYS", ways)
+        found = host_memory.run(first(host_memory).options, DRY)
+        assert found["status"] == OK, found
+        copied = found["rows"]["0.6, host"]
+        assert copied["copies"] > 0 and copied["host_bytes"] > 0 and copied["seconds"] > 0
+        assert copied["measured_peak_bytes"] == pytest.approx(copied["predicted_peak_bytes"], rel=0.02)
+        assert "of 1.0's" in host_memory.table({"swin": found})
 
     @pytest.mark.parametrize("way", out_of_memory.WAYS)
     def test_out_of_memory(self, way: str) -> None:
