@@ -238,6 +238,13 @@ class Search:
             if not chosen:
                 break
             other = self._extended(best, chosen, numbers, deadline)
+            waits = {} if other is None else waited_for(self.graph, other.placed.schedule)
+            rest = [t for t in chosen if t not in waits]
+            if other is not None and rest and len(rest) < len(chosen):
+                fewer = self._extended(best, rest, numbers, deadline)
+                if fewer is not None and fewer.placed.seconds < other.placed.seconds:
+                    other = fewer
+                    tried.update(t for t in chosen if t in waits)
             if other is not None and other.placed.seconds < best.placed.seconds * (1 - 1e-9):
                 best = other
             elif len(chosen) > 1:
