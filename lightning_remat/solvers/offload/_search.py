@@ -185,6 +185,17 @@ class Search:
                 if (one := self._placed(tensors, keep, rewritten, problem, filled)) is not None:
                     yield one
 
+    def lowest(self, tensors: frozenset[int], deadline: float) -> Trial | None:
+        """The trial of the smallest peak that is found; the budget is that peak from then on."""
+        rewritten = rewrite(self.graph, tensors, PRICE)
+        problem = Problem(rewritten.graph)
+        sequence = find_smallest_sequence(problem, deadline)
+        peak = problem.evaluate(sequence).peak_bytes
+        if peak > self.budget:
+            return None
+        self.budget = peak
+        return self._placed(tensors, frozenset(), rewritten, problem, sequence)
+
     def _more_starts(self, problem: Problem, deadline: float) -> Iterator[NodeSequence]:
         """The schedule of the smallest peak where little else fits, and what "auto" finds for small problems."""
         turn = TURN * (deadline - clock())

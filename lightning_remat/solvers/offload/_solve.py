@@ -77,8 +77,7 @@ def solve(
         GraphError: for a graph whose forward outputs are produced in the backward.
         ScheduleError: when the answer breaks a rule or the budget: a defect of the method, or ``known`` is not as said.
     """
-    if offload not in CHOICES:
-        raise SolverError(f"offload={offload!r}: choose one of {', '.join(map(repr, CHOICES))}")
+    check_choice(offload)
     copied = known if known is not None and known.schedule is not None and offloaded(known.schedule) else None
     known = known if copied is None else None
     if offload == "off":
@@ -101,7 +100,7 @@ def solve(
         return _clock.limited(share * time_limit, None if work_limit is None else share * work_limit)
 
     with limited(CHOOSING) as deadline:
-        moments, least, scope = _bound(graph, problem, budget_bytes, deadline)
+        moments, least, scope = lower_bound(graph, problem, budget_bytes, deadline)
     of_no_use = least >= below_seconds
     plain = _registry.solve(
         graph,
@@ -113,7 +112,7 @@ def solve(
         below_seconds=below_seconds if of_no_use else math.inf,
         **options,
     )
-    found = [plain] if copied is None else [plain, _verified(graph, budget_bytes, copied)]
+    found = [plain] if copied is None else [plain, verified(graph, budget_bytes, copied)]
     best = min(found, key=lambda one: one.seconds)
     fits = resting_bytes(problem) <= budget_bytes and not needs_more(problem, budget_bytes)
     if fits and not of_no_use and best.seconds > least * (1 + NEAR) and INTERRUPTED not in plain.notes:
@@ -126,11 +125,17 @@ def solve(
             made = dataclasses.replace(
                 plain, schedule=trial.placed.schedule, method=f"{plain.method}+host", status=Status.FEASIBLE
             )
-            best = _verified(graph, budget_bytes, made)
-    return _proven(best, least, scope, time.monotonic() - begun)
+            best = verified(graph, budget_bytes, made)
+    return proven(best, least, scope, time.monotonic() - begun)
 
 
-def _bound(
+def check_choice(offload: str) -> None:
+    """Raise `SolverError` for what ``offload`` cannot be."""
+    if offload not in CHOICES:
+        raise SolverError(f"offload={offload!r}: choose one of {', '.join(map(repr, CHOICES))}")
+
+
+def lower_bound(
     graph: ComputationGraph, problem: Problem, budget_bytes: int, deadline: float
 ) -> tuple[list[int], float, str]:
     """Moments that bind, and a lower bound in seconds that holds for schedules with copies, with its scope."""
@@ -144,7 +149,7 @@ def _bound(
     return moments[-1], best, scope
 
 
-def _verified(graph: ComputationGraph, budget_bytes: int, solution: Solution) -> Solution:
+def verified(graph: ComputationGraph, budget_bytes: int, solution: Solution) -> Solution:
     """A solution with the seconds and the peak of its schedule, and a note of what is copied."""
     assert solution.schedule is not None
     peak = verify(graph, solution.schedule, budget_bytes)
@@ -155,7 +160,7 @@ def _verified(graph: ComputationGraph, budget_bytes: int, solution: Solution) ->
     return dataclasses.replace(solution, seconds=timeline.seconds, peak_bytes=peak, notes=notes)
 
 
-def _proven(solution: Solution, least: float, scope: str, seconds: float) -> Solution:
+def proven(solution: Solution, least: float, scope: str, seconds: float) -> Solution:
     """A solution with the bound that holds for schedules with copies."""
     status = solution.status
     if solution.schedule is not None:
