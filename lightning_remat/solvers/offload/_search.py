@@ -235,7 +235,12 @@ class Search:
 
     def with_more(self, trial: Trial, deadline: float) -> Trial:
         """The trial with more tensors that may be fetched, those first that save the most time for that of their copies."""
-        best, tried, early, most = trial, set[int](), frozenset(self.early), AT_ONCE
+        best, early, most = trial, frozenset(self.early), AT_ONCE
+        tried, later, seen = (
+            frozenset[int](),
+            frozenset[int](),
+            frozenset[int](),
+        )  # those that are tried again in the end
         host = host_of(self.graph)
         while clock() < deadline:
             numbers = Numbers(best.rewritten, self.problem, best.problem)
@@ -246,8 +251,11 @@ class Search:
                 reverse=True,
             )
             chosen = [t for gain, t in ranked[:most] if gain > 0]
-            if not chosen:
+            if not chosen and not later:
                 break
+            if not chosen:
+                tried, later = tried - later, frozenset()
+                continue
             other = self._extended(best, chosen, numbers, deadline)
             waits = {} if other is None else waited_for(self.graph, other.placed.schedule)
             rest = [t for t in chosen if t not in waits]
@@ -255,13 +263,15 @@ class Search:
                 fewer = self._extended(best, rest, numbers, deadline)
                 if fewer is not None and fewer.placed.seconds < other.placed.seconds:
                     other = fewer
-                    tried.update(t for t in chosen if t in waits)
+                    again = frozenset(t for t in chosen if t in waits)
+                    later, tried = later | (again - seen), tried | again
+                    seen |= again
             if other is not None and other.placed.seconds < best.placed.seconds * (1 - 1e-9):
                 best = other
             elif len(chosen) > 1:
                 most = len(chosen) // 2
             else:
-                tried.update(chosen)
+                tried |= set(chosen)
         return best
 
     def _extended(self, trial: Trial, more: Sequence[int], numbers: Numbers, deadline: float) -> Trial | None:

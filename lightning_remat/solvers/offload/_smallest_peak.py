@@ -12,7 +12,7 @@ from lightning_remat.solvers.common._problem import Problem
 from lightning_remat.solvers.common._solution import Solution, Status
 from lightning_remat.solvers.offload._rewriting import host_of
 from lightning_remat.solvers.offload._search import Search, Trial
-from lightning_remat.solvers.offload._solve import check_choice, lower_bound, proven, verified
+from lightning_remat.solvers.offload._solve import WITH_HOST, check_choice, lower_bound, proven, verified
 from lightning_remat.solvers.portfolio import _smallest_peak
 
 PLAIN, LOWEST = 0.4, 0.6
@@ -60,7 +60,7 @@ def find_smallest(
         trial = _lowest(graph, problem, plain.peak_bytes, deadline)
         if trial is not None and trial.placed.fetched:
             made = dataclasses.replace(
-                plain, schedule=trial.placed.schedule, method=f"{plain.method}+host", status=Status.FEASIBLE
+                plain, schedule=trial.placed.schedule, method=plain.method + WITH_HOST, status=Status.FEASIBLE
             )
             copied = verified(graph, plain.peak_bytes, made)
             if copied.peak_bytes <= LOWER * plain.peak_bytes or copied.seconds <= plain.seconds:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import time
 from typing import Any
 
-from lightning_remat.errors import SolverError
+from lightning_remat.errors import GraphError, ScheduleError, SolverError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.schedule import Copy, Schedule, simulate, verify
 from lightning_remat.solvers.bounds._binding_moments import choose
@@ -22,13 +23,18 @@ from lightning_remat.solvers.common._working_set import needs_more
 from lightning_remat.solvers.offload._program import ANY_COPIES, OffloadProgram
 from lightning_remat.solvers.offload._rewriting import host_of
 from lightning_remat.solvers.offload._search import Search
-from lightning_remat.solvers.portfolio._auto import INTERRUPTED
+from lightning_remat.solvers.portfolio._auto import INTERRUPTED, REFUSED
+
+log = logging.getLogger(__name__)
 
 CHOICES = ("off", "host")
 """What ``offload`` may be."""
 
 CHOOSING, WITHOUT = 0.05, 0.6
 """Shares of the time limit for the moments that bind, and for schedules without copies, which the others begin at."""
+
+WITH_HOST = "+host"
+"""Ends the name of a method whose schedule was improved by copies."""
 
 WAITING = "wait on the host"
 """Words of the note on what is copied."""
@@ -120,13 +126,27 @@ def solve(
             if work_limit is None:
                 deadline = min(deadline, clock() + max(2.0 + len(problem) / 400, time.monotonic() - begun))
             sequence = None if plain.schedule is None else problem.contract(plain.schedule)
-            trial = Search(graph, problem, budget_bytes, sequence, moments).run(deadline)
-        if trial is not None and trial.placed.seconds < best.seconds:
-            made = dataclasses.replace(
-                plain, schedule=trial.placed.schedule, method=f"{plain.method}+host", status=Status.FEASIBLE
-            )
-            best = verified(graph, budget_bytes, made)
+            search = Search(graph, problem, budget_bytes, sequence, moments)
+            best = _better(graph, budget_bytes, best, search, deadline)
     return proven(best, least, scope, time.monotonic() - begun)
+
+
+def _better(graph: ComputationGraph, budget_bytes: int, best: Solution, search: Search, deadline: float) -> Solution:
+    """What a search finds, or what is known where that is no dearer, or where the search fails or is interrupted."""
+    try:
+        trial = search.run(deadline)
+        if trial is None or trial.placed.seconds >= best.seconds:
+            return best
+        method = best.method if WITH_HOST in best.method else best.method + WITH_HOST
+        made = dataclasses.replace(best, schedule=trial.placed.schedule, method=method, status=Status.FEASIBLE)
+        return verified(graph, budget_bytes, made)
+    except KeyboardInterrupt:
+        if best.schedule is None:
+            raise
+        return dataclasses.replace(best, notes=(*best.notes, INTERRUPTED))
+    except (ScheduleError, GraphError, SolverError) as error:  # a defect of the search: there is the other schedule
+        log.warning("copies to the host: %s: %s", REFUSED, error)
+        return dataclasses.replace(best, notes=(*best.notes, f"copies to the host: {REFUSED}: {error}"))
 
 
 def check_choice(offload: str) -> None:
