@@ -15,7 +15,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from lightning_remat.graph import ComputationGraph
-from lightning_remat.schedule import Copy, Schedule, simulate
+from lightning_remat.schedule import Copy, Schedule
+from lightning_remat.schedule._clocks import Clocks
 from lightning_remat.solvers.bounds._minimum_cut import rollouts
 from lightning_remat.solvers.common._clock import clock, count
 from lightning_remat.solvers.common._eviction import lower_peak
@@ -236,11 +237,7 @@ class Search:
     def with_more(self, trial: Trial, deadline: float) -> Trial:
         """The trial with more tensors that may be fetched, those first that save the most time for that of their copies."""
         best, early, most = trial, frozenset(self.early), AT_ONCE
-        tried, later, seen = (
-            frozenset[int](),
-            frozenset[int](),
-            frozenset[int](),
-        )  # those that are tried again in the end
+        tried = later = seen = frozenset[int]()  # those that ops waited for are tried again in the end, once
         host = host_of(self.graph)
         while clock() < deadline:
             numbers = Numbers(best.rewritten, self.problem, best.problem)
@@ -304,9 +301,10 @@ def _seconds(trial: Trial) -> float:
 def waited_for(graph: ComputationGraph, schedule: Schedule) -> dict[int, float]:
     """By tensor, the seconds that ops wait for its copies, where they do."""
     found: dict[int, float] = {}
-    before = 0.0
-    for step, after in zip(schedule.steps, simulate(graph, schedule).seconds_after.tolist(), strict=True):
-        if isinstance(step, Copy) and after > before:
-            found[step.tensor] = found.get(step.tensor, 0.0) + after - before
-        before = after
+    clocks = Clocks(graph)
+    for step in schedule.steps:
+        before = clocks.seconds
+        clocks.pass_step(step)
+        if isinstance(step, Copy) and clocks.seconds > before:
+            found[step.tensor] = found.get(step.tensor, 0.0) + clocks.seconds - before
     return found
