@@ -11,7 +11,7 @@ import numpy.typing as npt
 from lightning_remat.errors import ScheduleError
 from lightning_remat.graph import ComputationGraph, TensorRole
 from lightning_remat.schedule._clocks import Clocks
-from lightning_remat.schedule._schedule import Compute, Copy, Free, Schedule, Step
+from lightning_remat.schedule._schedule import Compute, Copy, Free, Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +64,18 @@ def simulate(graph: ComputationGraph, schedule: Schedule) -> Timeline:
     for index, step in enumerate(schedule.steps):
         if index == schedule.boundary:
             saved = memory.cross_boundary()
-        during[index] = memory.do(step)
-        if not isinstance(step, Free) and (peak_step < 0 or during[index] > peak):
-            peak, peak_step = int(during[index]), index
-        clocks.pass_step(step)
+        if isinstance(step, Free):
+            during[index] = memory.held
+            memory.free(step.tensor)
+        else:
+            if isinstance(step, Compute):
+                during[index] = memory.compute(step.op, step.over)
+            else:
+                memory.copy(step)
+                during[index] = memory.held
+            clocks.pass_step(step)
+            if peak_step < 0 or during[index] > peak:
+                peak, peak_step = int(during[index]), index
         after[index] = memory.held
         seconds_after[index] = clocks.seconds
     if schedule.boundary == count:
@@ -131,7 +139,12 @@ def allocations(graph: ComputationGraph, schedule: Schedule) -> Allocations:
         if index == schedule.boundary:
             boundary = len(memory.events)
             memory.cross_boundary()
-        memory.do(step)
+        if isinstance(step, Compute):
+            memory.compute(step.op, step.over)
+        elif isinstance(step, Free):
+            memory.free(step.tensor)
+        else:
+            memory.copy(step)
     if schedule.boundary == len(schedule.steps):
         boundary = len(memory.events)
         memory.cross_boundary()
@@ -201,17 +214,6 @@ class _Memory:
         for t in gone:
             self._drop(self.instance.pop(t), taken=True)
         return self.block[instance]
-
-    def do(self, step: Step) -> int:
-        """Run one step; returns the bytes held meanwhile."""
-        if isinstance(step, Compute):
-            return self.compute(step.op, step.over)
-        held = self.held
-        if isinstance(step, Copy):
-            self.copy(step)
-            return self.held
-        self.free(step.tensor)
-        return held
 
     def compute(self, index: int, over: int) -> int:
         """Evaluate an op, on the storage of tensor ``over`` unless that is -1; returns the bytes held while it runs."""

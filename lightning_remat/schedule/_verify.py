@@ -116,13 +116,14 @@ def verify(graph: ComputationGraph, schedule: Schedule, budget_bytes: int | None
             if step.tensor not in where:
                 raise ScheduleError(f"step {number} frees {names[step.tensor]}, which is not present")
             copy = where[step.tensor]
-            copied.not_taken(number, step.tensor)
+            if copied.sending:
+                copied.not_taken(number, step.tensor)
             take_away(step.tensor)
             if copy not in kept_by_caller and copy not in lying_on:
                 current -= graph.storages[copy[0]]
             continue
         op = graph.ops[step.op]
-        for t in (*op.inputs, *op.outputs):
+        for t in (*op.inputs, *op.outputs) if copied.fetching else ():
             copied.not_read(number, op.name, t)
         for t in op.inputs:
             if t not in where:

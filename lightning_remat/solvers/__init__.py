@@ -36,6 +36,7 @@ from lightning_remat.solvers.hiremate._partition import Block, partitioners, reg
 from lightning_remat.solvers.kumar import _pathwidth, _treewidth
 from lightning_remat.solvers.kusumoto import _dynamic_programming
 from lightning_remat.solvers.moccasin import _moccasin
+from lightning_remat.solvers.offload._smallest_peak import find_smallest
 from lightning_remat.solvers.offload._solve import offloaded, solve
 from lightning_remat.solvers.portfolio import _auto
 from lightning_remat.solvers.portfolio._auto import INTERRUPTED, OF_NO_USE
@@ -55,7 +56,6 @@ from lightning_remat.solvers.portfolio._largest_batch import (
     moved,
     plain_batch_size,
 )
-from lightning_remat.solvers.portfolio._smallest_peak import find_smallest
 from lightning_remat.solvers.xla import _greedy_xla
 
 __all__ = [

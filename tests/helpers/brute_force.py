@@ -1,6 +1,6 @@
 """Exact answers for tiny problems by Dijkstra's algorithm over what is in memory: the oracles for the solvers' tests.
 
-Both searches share one rule book and none of the solvers' code: a node runs where its reads are present and everything held
+The searches share one rule book and none of the solvers' code: a node runs where its reads are present and everything held
 beside its outputs and workspace fits the budget; a value may be dropped at any moment, at no cost.
 """
 

@@ -136,6 +136,27 @@ def test_a_budget_may_be_kept_with_copies_only() -> None:
     assert verify(graph, found.schedule, 26) <= 26
 
 
+@pytest.mark.parametrize(("graph", "peak", "seconds"), [(with_host(0), 24, 26.0), (long_chain(), 4, 19.0)])
+def test_the_smallest_peak_is_smaller_or_cheaper_with_copies(
+    graph: ComputationGraph, peak: int, seconds: float
+) -> None:
+    without, found = find_smallest(graph), find_smallest(graph, offload="host")
+    assert found.schedule is not None and offloaded(found.schedule)
+    assert verify(graph, found.schedule, found.peak_bytes) == found.peak_bytes <= peak <= without.peak_bytes
+    assert found.lower_bound_seconds <= found.seconds <= seconds
+    again = solve(graph, found.peak_bytes, offload="host", known=found)
+    assert again.schedule is not None and again.seconds <= found.seconds
+
+
+def test_the_smallest_peak_without_copies_is_kept_where_they_do_not_help() -> None:
+    graph = long_chain(to_host=0.01, to_device=0.01).replace(host=Host(0, 1.0, 1.0))
+    found = find_smallest(graph, offload="host")
+    assert found.schedule is not None and not offloaded(found.schedule)
+    assert found.peak_bytes == find_smallest(graph).peak_bytes
+    with pytest.raises(SolverError, match="host memory"):
+        find_smallest(unit_chain(4), offload="host")
+
+
 def test_off_is_as_without_a_host() -> None:
     graph = long_chain()
     with_it, without = solve(graph, 6, work_limit=2.0), solve(graph.replace(host=None), 6, work_limit=2.0)

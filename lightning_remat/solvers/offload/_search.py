@@ -15,7 +15,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from lightning_remat.graph import ComputationGraph
-from lightning_remat.schedule import Copy, Schedule, simulate
+from lightning_remat.schedule import Copy, Schedule
+from lightning_remat.schedule._clocks import Clocks
 from lightning_remat.solvers.bounds._minimum_cut import rollouts
 from lightning_remat.solvers.common._clock import clock, count
 from lightning_remat.solvers.common._eviction import lower_peak
@@ -185,6 +186,17 @@ class Search:
                 if (one := self._placed(tensors, keep, rewritten, problem, filled)) is not None:
                     yield one
 
+    def lowest(self, tensors: frozenset[int], deadline: float) -> Trial | None:
+        """The trial of the smallest peak that is found; the budget is that peak from then on."""
+        rewritten = rewrite(self.graph, tensors, PRICE)
+        problem = Problem(rewritten.graph)
+        sequence = find_smallest_sequence(problem, deadline)
+        peak = problem.evaluate(sequence).peak_bytes
+        if peak > self.budget:
+            return None
+        self.budget = peak
+        return self._placed(tensors, frozenset(), rewritten, problem, sequence)
+
     def _more_starts(self, problem: Problem, deadline: float) -> Iterator[NodeSequence]:
         """The schedule of the smallest peak where little else fits, and what "auto" finds for small problems."""
         turn = TURN * (deadline - clock())
@@ -224,7 +236,8 @@ class Search:
 
     def with_more(self, trial: Trial, deadline: float) -> Trial:
         """The trial with more tensors that may be fetched, those first that save the most time for that of their copies."""
-        best, tried, early, most = trial, set[int](), frozenset(self.early), AT_ONCE
+        best, early, most = trial, frozenset(self.early), AT_ONCE
+        tried = later = seen = frozenset[int]()  # those that ops waited for are tried again in the end, once
         host = host_of(self.graph)
         while clock() < deadline:
             numbers = Numbers(best.rewritten, self.problem, best.problem)
@@ -235,15 +248,27 @@ class Search:
                 reverse=True,
             )
             chosen = [t for gain, t in ranked[:most] if gain > 0]
-            if not chosen:
+            if not chosen and not later:
                 break
+            if not chosen:
+                tried, later = tried - later, frozenset()
+                continue
             other = self._extended(best, chosen, numbers, deadline)
+            waits = {} if other is None else waited_for(self.graph, other.placed.schedule)
+            rest = [t for t in chosen if t not in waits]
+            if other is not None and rest and len(rest) < len(chosen):
+                fewer = self._extended(best, rest, numbers, deadline)
+                if fewer is not None and fewer.placed.seconds < other.placed.seconds:
+                    other = fewer
+                    again = frozenset(t for t in chosen if t in waits)
+                    later, tried = later | (again - seen), tried | again
+                    seen |= again
             if other is not None and other.placed.seconds < best.placed.seconds * (1 - 1e-9):
                 best = other
             elif len(chosen) > 1:
                 most = len(chosen) // 2
             else:
-                tried.update(chosen)
+                tried |= set(chosen)
         return best
 
     def _extended(self, trial: Trial, more: Sequence[int], numbers: Numbers, deadline: float) -> Trial | None:
@@ -276,9 +301,10 @@ def _seconds(trial: Trial) -> float:
 def waited_for(graph: ComputationGraph, schedule: Schedule) -> dict[int, float]:
     """By tensor, the seconds that ops wait for its copies, where they do."""
     found: dict[int, float] = {}
-    before = 0.0
-    for step, after in zip(schedule.steps, simulate(graph, schedule).seconds_after.tolist(), strict=True):
-        if isinstance(step, Copy) and after > before:
-            found[step.tensor] = found.get(step.tensor, 0.0) + after - before
-        before = after
+    clocks = Clocks(graph)
+    for step in schedule.steps:
+        before = clocks.seconds
+        clocks.pass_step(step)
+        if isinstance(step, Copy) and clocks.seconds > before:
+            found[step.tensor] = found.get(step.tensor, 0.0) + clocks.seconds - before
     return found

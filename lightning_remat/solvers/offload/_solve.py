@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import time
 from typing import Any
 
-from lightning_remat.errors import SolverError
+from lightning_remat.errors import GraphError, ScheduleError, SolverError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.schedule import Copy, Schedule, simulate, verify
 from lightning_remat.solvers.bounds._binding_moments import choose
@@ -22,13 +23,18 @@ from lightning_remat.solvers.common._working_set import needs_more
 from lightning_remat.solvers.offload._program import ANY_COPIES, OffloadProgram
 from lightning_remat.solvers.offload._rewriting import host_of
 from lightning_remat.solvers.offload._search import Search
-from lightning_remat.solvers.portfolio._auto import INTERRUPTED
+from lightning_remat.solvers.portfolio._auto import INTERRUPTED, REFUSED
+
+log = logging.getLogger(__name__)
 
 CHOICES = ("off", "host")
 """What ``offload`` may be."""
 
 CHOOSING, WITHOUT = 0.05, 0.6
 """Shares of the time limit for the moments that bind, and for schedules without copies, which the others begin at."""
+
+WITH_HOST = "+host"
+"""Ends the name of a method whose schedule was improved by copies."""
 
 WAITING = "wait on the host"
 """Words of the note on what is copied."""
@@ -77,8 +83,7 @@ def solve(
         GraphError: for a graph whose forward outputs are produced in the backward.
         ScheduleError: when the answer breaks a rule or the budget: a defect of the method, or ``known`` is not as said.
     """
-    if offload not in CHOICES:
-        raise SolverError(f"offload={offload!r}: choose one of {', '.join(map(repr, CHOICES))}")
+    check_choice(offload)
     copied = known if known is not None and known.schedule is not None and offloaded(known.schedule) else None
     known = known if copied is None else None
     if offload == "off":
@@ -101,7 +106,7 @@ def solve(
         return _clock.limited(share * time_limit, None if work_limit is None else share * work_limit)
 
     with limited(CHOOSING) as deadline:
-        moments, least, scope = _bound(graph, problem, budget_bytes, deadline)
+        moments, least, scope = lower_bound(graph, problem, budget_bytes, deadline)
     of_no_use = least >= below_seconds
     plain = _registry.solve(
         graph,
@@ -113,7 +118,7 @@ def solve(
         below_seconds=below_seconds if of_no_use else math.inf,
         **options,
     )
-    found = [plain] if copied is None else [plain, _verified(graph, budget_bytes, copied)]
+    found = [plain] if copied is None else [plain, verified(graph, budget_bytes, copied)]
     best = min(found, key=lambda one: one.seconds)
     fits = resting_bytes(problem) <= budget_bytes and not needs_more(problem, budget_bytes)
     if fits and not of_no_use and best.seconds > least * (1 + NEAR) and INTERRUPTED not in plain.notes:
@@ -121,16 +126,36 @@ def solve(
             if work_limit is None:
                 deadline = min(deadline, clock() + max(2.0 + len(problem) / 400, time.monotonic() - begun))
             sequence = None if plain.schedule is None else problem.contract(plain.schedule)
-            trial = Search(graph, problem, budget_bytes, sequence, moments).run(deadline)
-        if trial is not None and trial.placed.seconds < best.seconds:
-            made = dataclasses.replace(
-                plain, schedule=trial.placed.schedule, method=f"{plain.method}+host", status=Status.FEASIBLE
-            )
-            best = _verified(graph, budget_bytes, made)
-    return _proven(best, least, scope, time.monotonic() - begun)
+            search = Search(graph, problem, budget_bytes, sequence, moments)
+            best = _better(graph, budget_bytes, best, search, deadline)
+    return proven(best, least, scope, time.monotonic() - begun)
 
 
-def _bound(
+def _better(graph: ComputationGraph, budget_bytes: int, best: Solution, search: Search, deadline: float) -> Solution:
+    """What a search finds, or what is known where that is no dearer, or where the search fails or is interrupted."""
+    try:
+        trial = search.run(deadline)
+        if trial is None or trial.placed.seconds >= best.seconds:
+            return best
+        method = best.method if WITH_HOST in best.method else best.method + WITH_HOST
+        made = dataclasses.replace(best, schedule=trial.placed.schedule, method=method, status=Status.FEASIBLE)
+        return verified(graph, budget_bytes, made)
+    except KeyboardInterrupt:
+        if best.schedule is None:
+            raise
+        return dataclasses.replace(best, notes=(*best.notes, INTERRUPTED))
+    except (ScheduleError, GraphError, SolverError) as error:  # a defect of the search: there is the other schedule
+        log.warning("copies to the host: %s: %s", REFUSED, error)
+        return dataclasses.replace(best, notes=(*best.notes, f"copies to the host: {REFUSED}: {error}"))
+
+
+def check_choice(offload: str) -> None:
+    """Raise `SolverError` for what ``offload`` cannot be."""
+    if offload not in CHOICES:
+        raise SolverError(f"offload={offload!r}: choose one of {', '.join(map(repr, CHOICES))}")
+
+
+def lower_bound(
     graph: ComputationGraph, problem: Problem, budget_bytes: int, deadline: float
 ) -> tuple[list[int], float, str]:
     """Moments that bind, and a lower bound in seconds that holds for schedules with copies, with its scope."""
@@ -144,7 +169,7 @@ def _bound(
     return moments[-1], best, scope
 
 
-def _verified(graph: ComputationGraph, budget_bytes: int, solution: Solution) -> Solution:
+def verified(graph: ComputationGraph, budget_bytes: int, solution: Solution) -> Solution:
     """A solution with the seconds and the peak of its schedule, and a note of what is copied."""
     assert solution.schedule is not None
     peak = verify(graph, solution.schedule, budget_bytes)
@@ -155,7 +180,7 @@ def _verified(graph: ComputationGraph, budget_bytes: int, solution: Solution) ->
     return dataclasses.replace(solution, seconds=timeline.seconds, peak_bytes=peak, notes=notes)
 
 
-def _proven(solution: Solution, least: float, scope: str, seconds: float) -> Solution:
+def proven(solution: Solution, least: float, scope: str, seconds: float) -> Solution:
     """A solution with the bound that holds for schedules with copies."""
     status = solution.status
     if solution.schedule is not None:
