@@ -118,7 +118,8 @@ def make_plan(
         if not found_smallest:
             say("looking for the smallest peak")
             share = SMALLEST_SHARE if budget.kind is BudgetKind.MIN else 1.0
-            found_smallest.append(find_smallest(graph, share * config.time_limit))
+            offload = "off" if graph.host is None else "host"
+            found_smallest.append(find_smallest(graph, share * config.time_limit, offload=offload))
         return found_smallest[0]
 
     file: Path | None = None

@@ -12,9 +12,9 @@ import torch
 from lightning_remat import RematConfig, budget
 from lightning_remat.budget import host_bytes, parse_host_budget
 from lightning_remat.cost import CostCache
-from lightning_remat.errors import BudgetError, RematWarning
+from lightning_remat.errors import BudgetError, InfeasibleBudgetError, RematWarning
 from lightning_remat.graph import Host
-from lightning_remat.planner import _host
+from lightning_remat.planner import _host, make_plan
 from lightning_remat.planner._host import found_host, why_not, with_host
 from lightning_remat.planner._plan_cache import PlanCache
 from tests.helpers.graphs import unit_chain
@@ -91,3 +91,17 @@ def test_why_tensors_stay_on_the_device() -> None:
         why_not(symbolic=False, whole=True, sharded=True),
     ]
     assert len({*reasons, ""}) == 4
+
+
+def test_the_smallest_budget_is_that_with_copies() -> None:
+    """Nothing may run twice: without copies all of it is held."""
+    graph = unit_chain(12)
+    once = graph.replace(ops=tuple(dataclasses.replace(op, recomputable=False) for op in graph.ops))
+    config = RematConfig(budget="min", time_limit=4.0)
+    without = make_plan(once, config)
+    copied = make_plan(once.replace(host=Host(10**6, 100.0, 100.0)), config)
+    assert copied.predicted_peak_bytes < without.predicted_peak_bytes and copied.copies > 0 == without.copies
+    budget = copied.predicted_peak_bytes - 1
+    with pytest.raises(InfeasibleBudgetError) as told:
+        make_plan(copied.graph, dataclasses.replace(config, budget=budget))
+    assert budget < told.value.smallest_bytes < without.predicted_peak_bytes
