@@ -308,10 +308,8 @@ class RematCallback(Callback):
         self._batches += 1
         if self._step is None or not self.config.measure:
             return
-        settles = (
-            trainer.accumulate_grad_batches + 1
-        )  # DDP rebuilds its buckets once it knows in which order gradients arrive
-        if self._batches <= settles and bucket_bytes(trainer):
+        # DDP rebuilds its buckets once it knows in which order gradients arrive.
+        if self._batches <= trainer.accumulate_grad_batches + 1 and bucket_bytes(trainer):
             return
         interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         due = interval > 0 and (steps_logged(trainer) + 1) % interval == 0
