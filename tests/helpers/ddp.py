@@ -26,7 +26,7 @@ from torch.distributed import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader
 
-from lightning_remat.callbacks import RematCallback, distributed
+from lightning_remat.callbacks import RematCallback, distributed, training_step
 from lightning_remat.capture._stages import StagedBackward, Stages
 from lightning_remat.planner import _make
 from lightning_remat.runtime import _backend
@@ -165,6 +165,16 @@ CASES: dict[str, dict[str, Any]] = {
     "background": {"make": Large, "train": rows, "remat": {"background": True, "time_limit": 4.0}, "budget": 0.6},
     "overlapped": {"make": Large, "train": rows, "remat": {"measure": True}, "noted": True},
     "overlapped-narrow": {"make": Large, "train": lambda: loader(96, 8), "budget": 1.0},
+    **{
+        f"accumulated, {way}": {
+            "make": Large,
+            "train": lambda: loader(96, 8),
+            "accumulate_grad_batches": 2,
+            "remat": {"measure": True},
+            "budget": 1.0,
+        }
+        for way in ("taken", "returned")
+    },
     "overlapped-static": {"make": Large, "train": rows, "ddp": {"static_graph": True}},
     "overlapped-tied": {"make": Tied, "train": rows, "ddp": {"find_unused_parameters": True}},
     "overlapped-sometimes": {"make": Sometimes, "train": rows, "ddp": {"find_unused_parameters": True}, "budget": 0.7},
@@ -264,6 +274,8 @@ def run(name: str, folder: Path) -> None:
         noting = [Waiting()]
     if name == "auto":  # what the devices have differs; the smaller is that of the second process
         distributed.device_bytes = lambda *_args, **_kwargs: 17_000 - 1_000 * rank  # type: ignore[attr-defined]
+    if name == "accumulated, returned":
+        training_step._takes_gradients = training_step.reduces_gradients = lambda _: False  # type: ignore[attr-defined]
     remat: RematCallback = callback(budget, **options)
     found: dict[str, Any] = {}
     strategy = RematDDPStrategy(retries=3, **ddp) if fails else DDPStrategy(**ddp)

@@ -117,6 +117,18 @@ def test_gradients_in_buckets_are_not_held_beside_them(found):
             assert process["plans"][0]["gradients"] <= 64  # that of the loss
 
 
+@pytest.mark.long
+def test_one_set_of_gradients_less_is_held_where_they_are_accumulated(tmp_path):
+    """With few activations beside them the new ones are what the peak is made of."""
+    cases = ("accumulated, taken", "accumulated, returned")
+    found = run(tmp_path, *cases)
+    assert all("error" not in process for case in cases for process in found[case])
+    for taken, returned in zip(*(found[case] for case in cases), strict=True):
+        assert returned["measured"] - taken["measured"] == pytest.approx(WEIGHTS, rel=0.2)
+        for process in (taken, returned):
+            assert process["measured"] == pytest.approx(process["plans"][0]["predicted"], rel=0.02)
+
+
 def test_stages_are_of_the_size_of_buckets():
     weights = [300_000] * 100
     places = [*range(100, 0, -1), None]  # of the gradients
