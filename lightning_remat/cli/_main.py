@@ -21,7 +21,7 @@ from lightning_remat.graph import ComputationGraph
 from lightning_remat.report import format_bytes, format_seconds, plan_table
 
 DIFFERENT = 1
-"""Exit status of a check that did not find the bits equal."""
+"""Exit status of a check that did not find the bits equal, and of the doctor where something is wrong."""
 
 FAILED = 2
 """Exit status after an error of the project or of the system; the same as argparse's."""
@@ -45,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the arguments; by default those of the command line.
 
     Returns:
-        The exit status: 0, 1 where a check did not find the bits equal, 2 after an error, or 130 after Ctrl-C.
+        The exit status: 0, 1 where a check did not find the bits equal or the doctor something wrong, 2 after an error, or
+        130 after Ctrl-C.
     """
     try:
         given = _parser().parse_args(arguments)
@@ -111,6 +112,14 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--time-limit", type=float, default=30.0, metavar="SECONDS", help="of each solve (%(default)g)")
     check.add_argument("--argument", action="append", default=[], metavar="NAME=VALUE", help="passed to the factory")
     check.add_argument("-o", "--out", type=Path, help="where to save the report, as JSON")
+
+    doctor = add(
+        "doctor", _doctor, "say what this machine has, and test planning on it: to be pasted where help is asked for"
+    )
+    doctor.add_argument(
+        "--device", default="", help="where the test runs: cpu, or cuda (by default where there is one)"
+    )
+    doctor.add_argument("--no-test", action="store_true", help="only look")
 
     solving = argparse.ArgumentParser(add_help=False)
     solving.add_argument("graph", type=Path, metavar="GRAPH", help="a graph file")
@@ -227,6 +236,25 @@ def _check(given: argparse.Namespace, console: Console) -> int:
         report.save(given.out)
         _lines(console, f"saved to {given.out}")
     return 0 if report.equal else DIFFERENT
+
+
+def _doctor(given: argparse.Namespace, console: Console) -> int:
+    import torch
+
+    from lightning_remat._doctor import examine
+
+    kinds = ("cpu", "cuda")
+    if given.device.partition(":")[0] not in ("", *kinds):
+        raise ConfigError(f"--device {given.device}: give one of {', '.join(kinds)}")
+    device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    wrong = 0
+    with Progress() as progress:
+        progress("looking around")
+        for found in examine(device, test=not given.no_test, progress=progress):
+            _lines(console, str(found))
+            wrong += found.wrong
+    _lines(console, "all is well" if not wrong else f"{wrong} of these are not as they should be, and marked (!)")
+    return DIFFERENT if wrong else 0
 
 
 def _solve(given: argparse.Namespace, console: Console) -> None:
