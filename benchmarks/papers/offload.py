@@ -158,7 +158,7 @@ def run(quick: bool, console: Console) -> dict[str, Any]:
     sizes = WIDTHS[:1] if quick else WIDTHS
     blocks = 6 if quick else 12
     transformers = [transformer(blocks, *size, speed) for size in sizes for speed in speeds]
-    limit = 4.0 if quick else 20.0
+    limit = 4.0 if quick else 6.0
     return {
         "chains": [study(one, limit) for one in track(chains, "chains", console=console)],
         "transformers": [study(one, limit) for one in track(transformers, "transformers", console=console)],
