@@ -200,8 +200,12 @@ def _paint(figure: Figure, data: Mapping[str, Any]) -> None:
             heights = [100 * (one["overheads"][share][way] or 0.0) for one in studies]
             places = [place + 0.27 * (index - 1) for place in range(len(studies))]
             axes.bar(places, heights, 0.25, color=COLORS[way], label=label)
-        entitle(axes, f"{share} of the activations: overhead [%]")
-        axes.set_xticks(range(len(studies)), [one["name"].replace(", ", "\n") for one in studies], fontsize=7)
+        entitle(axes, f"{share} of the activations: overhead [%], up to 100")
+        axes.set_xticks(
+            range(len(studies)),
+            [one["name"].replace(", ", "\n").replace("copy ", "copy\n") for one in studies],
+            fontsize=7,
+        )
         axes.set_ylim(0, 100)
     panels[0].legend(fontsize=8, frameon=False)
 
