@@ -158,7 +158,7 @@ def run(quick: bool, console: Console) -> dict[str, Any]:
     sizes = WIDTHS[:1] if quick else WIDTHS
     blocks = 6 if quick else 12
     transformers = [transformer(blocks, *size, speed) for size in sizes for speed in speeds]
-    limit = 4.0 if quick else 20.0
+    limit = 4.0 if quick else 6.0
     return {
         "chains": [study(one, limit) for one in track(chains, "chains", console=console)],
         "transformers": [study(one, limit) for one in track(transformers, "transformers", console=console)],
@@ -200,8 +200,12 @@ def _paint(figure: Figure, data: Mapping[str, Any]) -> None:
             heights = [100 * (one["overheads"][share][way] or 0.0) for one in studies]
             places = [place + 0.27 * (index - 1) for place in range(len(studies))]
             axes.bar(places, heights, 0.25, color=COLORS[way], label=label)
-        entitle(axes, f"{share} of the activations: overhead [%]")
-        axes.set_xticks(range(len(studies)), [one["name"].replace(", ", "\n") for one in studies], fontsize=7)
+        entitle(axes, f"{share} of the activations: overhead [%], up to 100")
+        axes.set_xticks(
+            range(len(studies)),
+            [one["name"].replace(", ", "\n").replace("copy ", "copy\n") for one in studies],
+            fontsize=7,
+        )
         axes.set_ylim(0, 100)
     panels[0].legend(fontsize=8, frameon=False)
 

@@ -42,7 +42,7 @@ BUDGETS = (1.0, 0.95, 0.9, 0.8)
 REFINED = 2
 """How many of the trials are refined, beside the one without copies."""
 
-CHOOSING, REFINING = 0.3, 0.7
+CHOOSING, REFINING = 0.25, 0.5
 """Shares of the time after which no more sets are chosen, and those that were are refined."""
 
 ALL_SETS = 6
@@ -129,7 +129,7 @@ class Search:
             refined.append(self.with_more(self.without_waits(one, until), until))
         best = min(refined, key=_seconds, default=None)
         while best is not None and clock() < deadline:
-            until = clock() + max(0.3 * (deadline - clock()), 0.05 * span)
+            until = clock() + max(0.5 * (deadline - clock()), 0.05 * span)
             better = self.improved(self.with_more(self.without_waits(best, until), until), until)
             if better.placed.seconds >= best.placed.seconds * (1 - ENOUGH):
                 return better

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 CHOICES = ("off", "host")
 """What ``offload`` may be."""
 
-CHOOSING, WITHOUT = 0.05, 0.6
+CHOOSING, WITHOUT = 0.05, 0.5
 """Shares of the time limit for the moments that bind, and for schedules without copies, which the others begin at."""
 
 WITH_HOST = "+host"
