@@ -118,8 +118,7 @@ def make_plan(
         if not found_smallest:
             say("looking for the smallest peak")
             share = SMALLEST_SHARE if budget.kind is BudgetKind.MIN else 1.0
-            offload = "off" if graph.host is None else "host"
-            found_smallest.append(find_smallest(graph, share * config.time_limit, offload=offload))
+            found_smallest.append(find_smallest(graph, share * config.time_limit, **_offload(graph)))
         return found_smallest[0]
 
     file: Path | None = None
@@ -317,6 +316,11 @@ def seconds_left(time_limit: float, spent: float) -> float:
     return max((1 - OVERRUN) * time_limit - spent, 0.8 * (1 - SMALLEST_SHARE) * time_limit)
 
 
+def _offload(graph: ComputationGraph) -> dict[str, Any]:
+    """The option of solvers by which tensors may wait on the host, where the graph has host memory."""
+    return {"offload": "host"} if graph.host is not None else {}
+
+
 def _by_any(
     graph: ComputationGraph,
     within: int,
@@ -331,12 +335,11 @@ def _by_any(
         ScheduleError: where the verifier refuses the schedules of all.
     """
     refused: ScheduleError | GraphError | None = None
-    offload: dict[str, Any] = {"offload": "host"} if graph.host is not None else {}
     for method in dict.fromkeys((config.solver, *OTHERS)):
         options = config.solver_options if method == config.solver else {}
         try:
             solution = solve(
-                graph, within, method, limit, known=known, below_seconds=below_seconds, **offload, **options
+                graph, within, method, limit, known=known, below_seconds=below_seconds, **_offload(graph), **options
             )
         except (ScheduleError, GraphError) as error:
             log.warning(
