@@ -7,6 +7,7 @@ that nothing else refers to. So a parameter whose gradient is no view in eager m
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +17,11 @@ from torch.fx import Node
 from lightning_remat.capture._torch import argument_of
 
 
-def shared_gradients(graph: torch.fx.Graph, num_fwd_outputs: int) -> frozenset[int]:
-    """Positions of the arguments with a gradient in a joint graph, no view itself, in whose memory others lie too."""
+def shared_gradients(graph: torch.fx.Graph, num_fwd_outputs: int, order: Sequence[int]) -> frozenset[int]:
+    """Positions of the arguments with a gradient in a joint graph, no view itself, in whose memory others lie too.
+
+    The last of them in this order is not one, if nothing else reads the gradient: autograd does not copy it.
+    """
     output = graph.output_node()
     results: Any = output.args[0]
     descriptions = list(output.meta.get("desc") or [])
@@ -27,7 +31,18 @@ def shared_gradients(graph: torch.fx.Graph, num_fwd_outputs: int) -> frozenset[i
         if isinstance(node, Node) and (argument := argument_of(described)) is not None
     ]
     made = Counter(source_of(node) for _, node in gradients)
-    return frozenset(argument for argument, node in gradients if made[source_of(node)] > 1 and not is_view(node))
+    nodes = dict(gradients)
+    last = {source_of(nodes[argument]): argument for argument in order if argument in nodes}
+    return frozenset(
+        argument
+        for argument, node in gradients
+        if made[node] > 1 and not is_view(node) and (last.get(node) != argument or _is_read(node))
+    )
+
+
+def _is_read(gradient: Node) -> bool:
+    """Whether anything but views and the graph's outputs reads it."""
+    return any(user.op != "output" and not is_view(user) for user in gradient.users)
 
 
 def source_of(node: Node) -> Node:

@@ -316,7 +316,7 @@ class _Handed:
         traced = joint.graph, described["num_fwd_outputs"]
         together = internals.processes() > 1 and not self._sharded  # a unit reduces gradients in an order of its own
         self._order, self._without = gradient_order(*traced) if together else (), without_gradients(*traced)
-        self._common = shared_gradients(*traced) if together else frozenset()
+        self._common = shared_gradients(*traced, self._order) if together else frozenset()
         autocast = self._reading.autocast
         if self._shared or not self._whole:
             self._casts = cast_arguments(joint.graph, autocast)
