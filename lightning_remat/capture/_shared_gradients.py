@@ -71,7 +71,7 @@ def may_lie_in(node: Node) -> bool:
 def handed_in(parameter: torch.Tensor, shared: bool) -> torch.Tensor:
     """A parameter behind a node of its own in autograd's graph; ``shared`` where its gradient shares memory."""
     apply: Any = _Shared.apply
-    return apply(parameter) if shared else parameter.view_as(parameter)  # type: ignore[no-any-return]
+    return apply(parameter) if shared else parameter.view_as(parameter)
 
 
 class _Shared(torch.autograd.Function):
