@@ -19,6 +19,7 @@ import torch.fx
 from torch.fx import Node
 
 from lightning_remat.capture import _torch as internals
+from lightning_remat.capture._shared_gradients import handed_in, is_view, may_lie_in, source_of
 from lightning_remat.capture._taken import Taken
 
 FIRST_BYTES = 1024 * 1024
@@ -124,36 +125,18 @@ def in_stages(backward: torch.fx.GraphModule, stages: Stages) -> torch.fx.GraphM
 
 def _last_read(gradient: Node, place: dict[Node, int]) -> int:
     """The place of the last node that reads something in a gradient's memory, or makes it. (To make a view reads nothing.)"""
-    source = gradient
-    while _is_view(source):
-        source = source.args[0]  # type: ignore[assignment]
+    source = source_of(gradient)
     found, left, seen = place[source], [source], {source}
     while left:
         for user in left.pop().users:
             if user.op == "output" or user in seen:
                 continue
-            if not _is_view(user):
+            if not is_view(user):
                 found = max(found, place[user])
-            if _may_lie_in(user):
+            if may_lie_in(user):
                 seen.add(user)
                 left.append(user)
     return found
-
-
-def _is_view(node: Node) -> bool:
-    """Whether a node is a view of its first argument."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and not schema.is_mutable and _may_lie_in(node)
-
-
-def _may_lie_in(node: Node) -> bool:
-    """Whether a node's result may lie in the memory of its first argument."""
-    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
-        return False
-    if node.target is torch.ops.aten._unsafe_view.default:  # its schema does not say so
-        return True
-    schema = getattr(node.target, "_schema", None)
-    return schema is None or any(one.alias_info is not None for one in schema.returns)
 
 
 class StagedBackward:
@@ -162,10 +145,11 @@ class StagedBackward:
     Args:
         stages: the gradients of each.
         taken: told which gradients autograd has, and knows which it has already.
+        shared: positions of the arguments whose gradients share memory (see ``_shared_gradients``).
     """
 
-    def __init__(self, stages: Stages, taken: Taken) -> None:
-        self.stages, self._taken = stages, taken
+    def __init__(self, stages: Stages, taken: Taken, shared: Collection[int] = ()) -> None:
+        self.stages, self._taken, self._shared = stages, taken, shared
         # Of each stage, places among its arguments of those whose gradients autograd waits for, and these.
         self._waiting: list[dict[int, torch.Tensor]] = []
         self._running: Generator[Gradients, None, Sequence[Any]] | None = None
@@ -192,13 +176,13 @@ class StagedBackward:
         chained: Any = _Chained.apply
         device, token = args[self.stages.arguments[0][0]].device, None
         for number in range(self.stages.last, 0, -1):
-            views = {i: args[i].view_as(args[i]) for i in reversed(waiting[number])}
+            views = {i: handed_in(args[i], i in self._shared) for i in reversed(waiting[number])}
             token = stage(self, number, device, token, *(views[i] for i in waiting[number]))
             for i in self.stages.arguments[number]:
                 given[i] = args[i].detach()
         first = self.stages.arguments[0]
         for i in reversed(first):
-            given[i] = args[i].view_as(args[i]) if i in waiting[0] else args[i].detach()
+            given[i] = handed_in(args[i], i in self._shared) if i in waiting[0] else args[i].detach()
         given[first[0]] = chained(given[first[0]], token)
         return given
 
@@ -238,7 +222,7 @@ class StagedBackward:
             if number == self.stages.last:
                 self._whole = None
         else:
-            self._taken.hand(self._waiting[number - 1].values())
+            self._taken.hand(filter(internals.accumulates_into, self._waiting[number - 1].values()))
             found = self._next(number)
         return [found[place] for place in self._waiting[number]]
 

@@ -21,6 +21,7 @@ import torch
 import torch.fx
 from torch.fx import Node
 
+from lightning_remat.capture._shared_gradients import handed_in
 from lightning_remat.capture._torch import (
     OpOverload,
     argument_of,
@@ -358,7 +359,13 @@ class HandedOut:
         positions = sorted(position for several in self._sums.values() for position in several[1:])
         self._summands = dict(zip(positions, summands, strict=True))
 
-    def inputs(self, args: Sequence[Any], order: Sequence[int] = (), without: Collection[int] = ()) -> list[Any]:
+    def inputs(
+        self,
+        args: Sequence[Any],
+        order: Sequence[int] = (),
+        without: Collection[int] = (),
+        shared: Collection[int] = (),
+    ) -> list[Any]:
         """The call's arguments, of which those with several summands hand these to autograd one by one (`_Several`).
 
         Args:
@@ -366,6 +373,7 @@ class HandedOut:
             order: positions of arguments in the order in which autograd is to go on with their gradients.
             without: positions of arguments that get no gradient: autograd does not come to parameters among them, nor to their
                 hooks.
+            shared: positions of those whose gradients share memory (see ``_shared_gradients``).
         """
         given = list(args)
         for argument in without:
@@ -379,7 +387,7 @@ class HandedOut:
             if positions is not None:
                 given[argument] = apply(self, argument, *[value] * len(positions))
             elif isinstance(value, torch.nn.Parameter):  # autograd goes on first with what was made last
-                given[argument] = value.view_as(value)
+                given[argument] = handed_in(value, argument in shared)
         return given
 
     def of(self, argument: int) -> list[torch.Tensor | None]:

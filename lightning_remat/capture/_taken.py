@@ -19,11 +19,10 @@ class Taken:
         self._repeated = False
 
     def begin(self) -> None:
-        """A backward begins."""
+        """A backward begins; in a step that is repeated, there may be several before the one that has failed comes again."""
         if not self._repeated:
             self._added.clear()
             self._handed.clear()
-        self._repeated = False
 
     def add(self, parameter: torch.Tensor) -> None:
         """A gradient has been added to the parameter's ``.grad``."""
@@ -48,3 +47,7 @@ class Taken:
     def repeat(self) -> None:
         """The backward that has failed is to be repeated."""
         self._repeated = True
+
+    def end(self) -> None:
+        """The step has ended, repeated or not."""
+        self._repeated = False

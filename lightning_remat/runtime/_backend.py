@@ -32,6 +32,7 @@ from lightning_remat.capture._gradient_order import gradient_order, without_grad
 from lightning_remat.capture._inference import refuse_inference_mode
 from lightning_remat.capture._nodes import gradient_arguments
 from lightning_remat.capture._ports import hands_on_views_alone, with_ports
+from lightning_remat.capture._shared_gradients import shared_gradients
 from lightning_remat.capture._stages import Stages, in_stages, stages_of
 from lightning_remat.capture._sums import (
     Sums,
@@ -286,6 +287,7 @@ class _Handed:
         self._weights: dict[int, int] = {}
         self._sums: Sums = {}
         self._order: tuple[int, ...] = ()
+        self._common: frozenset[int] = frozenset()
         self._stages: Stages | None = None
         self._without: frozenset[int] = frozenset()
         self._sharded, self._accumulating = sharded, around.accumulating
@@ -306,7 +308,7 @@ class _Handed:
         graph = self._graph(self._planned, exchange)
         if self._stages is not None:
             exchange.in_stages = functools.partial(in_stages, stages=self._stages)
-        arguments = self._sums, self._order, self._stages, self._without, self._casts, self._computed
+        arguments = self._sums, self._order, self._common, self._stages, self._without, self._casts, self._computed
         return Runner(graph, compiled, self._step, *arguments, self._views).run
 
     def _partition(self, joint: torch.fx.GraphModule, joint_inputs: Any, **described: Any) -> internals.Modules:
@@ -314,6 +316,7 @@ class _Handed:
         traced = joint.graph, described["num_fwd_outputs"]
         together = internals.processes() > 1 and not self._sharded  # a unit reduces gradients in an order of its own
         self._order, self._without = gradient_order(*traced) if together else (), without_gradients(*traced)
+        self._common = shared_gradients(*traced, self._order) if together else frozenset()
         autocast = self._reading.autocast
         if self._shared or not self._whole:
             self._casts = cast_arguments(joint.graph, autocast)

@@ -93,6 +93,7 @@ class Runner:
         sums: the gradients whose summands autograd adds up.
         order: positions of arguments in the order in which eager mode has their gradients; none where that is of no
             consequence.
+        shared: positions of arguments whose gradients share memory (see ``capture._shared_gradients``).
         stages: of its backward, where gradients leave that while it runs.
         without: positions of arguments that get no gradient.
         casts: positions of arguments that eager mode casts once under one autocast region, whatever uses them.
@@ -109,6 +110,7 @@ class Runner:
         step: Step,
         sums: Sums,
         order: Sequence[int],
+        shared: frozenset[int],
         stages: Stages | None,
         without: frozenset[int],
         casts: frozenset[int],
@@ -116,7 +118,7 @@ class Runner:
         views: Any,
     ) -> None:
         self._graph, self._compiled, self._step = graph, compiled, step
-        self._order, self._stages, self._without = order, stages, without
+        self._order, self._shared, self._stages, self._without = order, shared, stages, without
         self._sums, self._casts, self._computed, self._views = sums, casts, computed, views
 
     def run(self, *args: Any) -> Any:
@@ -150,7 +152,8 @@ class Runner:
         given: Sequence[Any] = args
         if copies or self._sums or self._order or self._without:
             given = [copies.get(i, value) for i, value in enumerate(args)]
-            given = handed_out.inputs(given, () if staged is not None else self._order, self._without)
+            order = () if staged is not None else self._order
+            given = handed_out.inputs(given, order, self._without, self._shared)
         if staged is not None:
             given = staged.inputs(given)
         if measured is not None:
@@ -179,7 +182,7 @@ class Runner:
         stages, step = self._stages, self._step
         if stages is None or step.recordings.any or not (step.reduces() and stages.are_of(args)):
             return None
-        return StagedBackward(stages, step.taken)
+        return StagedBackward(stages, step.taken, self._shared)
 
     def _plan(self, args: Sequence[Any]) -> tuple[int, Plan | SizedPlan]:
         """The number of the plan to run now, and the plan: for the present sizes, call's path, or graph alone."""

@@ -16,11 +16,13 @@ from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.memory import is_oom_error
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_remat.callbacks.remat import RematCallback
 from lightning_remat.callbacks.training_step import TrainingStep
 from lightning_remat.errors import ConfigError, InfeasibleBudgetError
+from lightning_remat.runtime import reduce_after
 from lightning_remat.strategies._undo import StepState, Undo
 
 log = logging.getLogger(__name__)
@@ -87,6 +89,7 @@ class Recovering(Strategy):
         self._undo: Undo | None = None
         self._room = 0  # bytes of copies that plans count
         self._in_closure = False
+        self._first = True  # until a backward has ended
 
     @property
     def reserved_bytes(self) -> int:
@@ -98,6 +101,7 @@ class Recovering(Strategy):
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
         self._running, self._undo, self._room, self.recoveries = None, None, 0, 0
+        self._first = True
         if trainer.state.fn != "fit":
             return
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
@@ -144,6 +148,7 @@ class Recovering(Strategy):
     def backward(self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         gradients, hooks = self._gradients(), self._hooks_since_the_forward()
         marks = self._running.state.marks() if self._running is not None and hooks else []
+        late = self._first and isinstance(self.model, DistributedDataParallel) and self.model.static_graph
         while True:
             try:
                 closure_loss = super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -159,8 +164,11 @@ class Recovering(Strategy):
             accumulated: int = self.lightning_module.trainer.accumulate_grad_batches  # type: ignore[union-attr]
             loss = ClosureResult.from_training_step_output(self._again(), accumulated).closure_loss
             assert loss is not None
+            if late:
+                reduce_after(loss, self.model)
             go_on()
             closure_loss = loss
+        self._first = False
         self._step_has_ended()
         return closure_loss
 
@@ -220,6 +228,8 @@ class Recovering(Strategy):
     def _step_has_ended(self) -> None:
         """Called before the optimizer's step: learn what the step has changed, and make room for the copies of that."""
         step, self._running = self._running, None
+        if self._remat is not None and self._remat.training_step is not None:
+            self._remat.training_step.scheduled.taken.end()
         if step is None or self._undo is None:
             return
         if step.error is not None and (doubtful := step.state.doubtful()):

@@ -90,6 +90,19 @@ class Tied(Large):
         self.net[13].weight.register_post_accumulate_grad_hook(clamp)
 
 
+class Added(Large):
+    """Parameters that are added have one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added = nn.ParameterList([nn.Parameter(torch.zeros(512, 512)) for _ in range(2)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        weight = self.added[0] + self.added[1]
+        return nn.functional.cross_entropy(self.net[1:](self.net[0](x) @ weight), y) + self.net(x).mean()
+
+
 class Sometimes(Large):
     """Half of the layers have no part in every other loss."""
 
@@ -177,6 +190,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "overlapped-static": {"make": Large, "train": rows, "ddp": {"static_graph": True}},
     "overlapped-tied": {"make": Tied, "train": rows, "ddp": {"find_unused_parameters": True}},
+    "overlapped-added": {"make": Added, "train": rows, "gradient_clip_val": 0.1, "budget": 0.7},
     "overlapped-sometimes": {"make": Sometimes, "train": rows, "ddp": {"find_unused_parameters": True}, "budget": 0.7},
     "overlapped-bf16": {"make": Large, "train": rows, "precision": "bf16-mixed", "gradient_clip_val": 0.1},
     "overlapped-views": {
@@ -210,6 +224,15 @@ CASES: dict[str, dict[str, Any]] = {
         "train": rows,
         "accumulate_grad_batches": 2,
         "fails": "stage",
+        "times": 2,
+        "budget": 0.9,
+    },
+    "first stages fail, static": {
+        "make": Large,
+        "train": rows,
+        "ddp": {"static_graph": True},
+        "fails": "stage",
+        "after": 0,
         "times": 2,
         "budget": 0.9,
     },
@@ -263,7 +286,7 @@ def run(name: str, folder: Path) -> None:
     """One case in this process."""
     case = {"make": Classifier, "train": halves, "ddp": {}, "remat": {}, "budget": 0.4, **CASES[name]}
     make, ddp, budget, options = (case.pop(key) for key in ("make", "ddp", "budget", "remat"))
-    fails, times = case.pop("fails", None), case.pop("times", 1)
+    fails, times, after = case.pop("fails", None), case.pop("times", 1), case.pop("after", 1)
     case = {"devices": 2, "use_distributed_sampler": True, "default_root_dir": folder, **case}
     events: list[tuple[str, int]] = []
     noting: list[Callback] = [Noting(events)] if case.pop("noted", False) else []
@@ -279,7 +302,7 @@ def run(name: str, folder: Path) -> None:
     remat: RematCallback = callback(budget, **options)
     found: dict[str, Any] = {}
     strategy = RematDDPStrategy(retries=3, **ddp) if fails else DDPStrategy(**ddp)
-    trouble = failing(fails, times) if fails and rank == 1 else contextlib.nullcontext()
+    trouble = failing(fails, times, after) if fails and rank == 1 else contextlib.nullcontext()
     try:
         with trouble, stages_noted(events):
             scheduled = fit(make, remat, *noting, strategy=strategy, **case)

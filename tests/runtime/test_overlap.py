@@ -18,6 +18,7 @@ OVERLAPPED = [
     "overlapped-narrow",
     "overlapped-static",
     "overlapped-tied",
+    "overlapped-added",
     "overlapped-sometimes",
     "overlapped-bf16",
     "overlapped-checked",
@@ -91,7 +92,9 @@ def test_the_measured_peak_is_as_predicted(found, case):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("case", "times"), [("stage fails", 3), ("stage fails, accumulating", 2)])
+@pytest.mark.parametrize(
+    ("case", "times"), [("stage fails", 3), ("stage fails, accumulating", 2), ("first stages fail, static", 2)]
+)
 def test_a_backward_is_repeated_whose_gradients_have_left_it_in_part(tmp_path, case, times):
     """The other process waits for the rest of them."""
     undisturbed, disturbed = run(tmp_path, case)[case]

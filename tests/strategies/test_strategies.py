@@ -457,3 +457,20 @@ def test_a_plan_of_the_first_batch_moves_no_teacher():
     trainer(remat).fit(module, loader(32))
     assert remat.plan is not None
     assert_same(before, module.state_dict())
+
+
+class Asking(pl.Callback):
+    """Asks for a gradient before each backward."""
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        torch.autograd.grad(loss, [pl_module.net[0].weight], retain_graph=True)  # type: ignore[index,union-attr]
+
+
+def test_gradients_are_added_once_where_a_repeated_step_has_several_backwards():
+    options: Any = {"accumulate_grad_batches": 2, "train": lambda: loader(32)}
+    plain = fit(Classifier, Asking(), **options)
+    strategy = RematStrategy(retries=1)
+    with failing("backward", after=3):  # the second batch's own one, which adds to the first one's gradients
+        repeated = fit(Classifier, callback(0.8), Asking(), strategy=strategy, **options)
+    assert strategy.recoveries == 1
+    assert_same(plain.results, repeated.results)

@@ -84,6 +84,7 @@ if TYPE_CHECKING or not unknown_torch():
     )
     from lightning_remat.capture._torch._handlers import replaced_handlers
     from lightning_remat.capture._torch._inductor import Compiled, Uncompiled, cast, compile_all
+    from lightning_remat.capture._torch._late_reduction import reduce_after
     from lightning_remat.capture._torch._lines import hand_out
     from lightning_remat.capture._torch._loggers import logging_calls
     from lightning_remat.capture._torch._profiler import (
@@ -234,6 +235,7 @@ __all__ = [
     "recapture_reason",
     "reconstruct_as",
     "reconstruct_copy",
+    "reduce_after",
     "replaced_handlers",
     "run_below_autograd",
     "run_on_cpu",

@@ -27,6 +27,7 @@ NAMES = {
     "_autograd._get_sequence_nr _autograd._saved_tensors_hooks_set_tracing _current_autograd_node "
     "_current_graph_task_id _dispatch_has_kernel_for_dispatch_key _dispatch_tls_is_dispatch_key_excluded "
     "_functorch.peek_interpreter_stack _nn _storage_Use_Count _will_engine_execute_node",
+    "torch._C._distributed_c10d": "Reducer._delay_all_reduce",
     "torch._decomp": "",
     "torch._dynamo": "maybe_mark_dynamic optimize",
     "torch._dynamo.backends.common": "aot_autograd",
@@ -82,6 +83,7 @@ NAMES = {
     "torch.autograd": "_profiler_enabled",
     "torch.autograd.grad_mode": "_enter_inference_mode",
     "torch.autograd.graph": "Node._sequence_nr _engine_run_backward",
+    "torch.autograd.Variable": "_execution_engine",
     "torch.distributed.distributed_c10d": "_get_default_store",
     "torch.fx.Node": "_rename",
     "torch.fx._lazy_graph_module": "_LazyGraphModule",
