@@ -13,4 +13,5 @@ import torch
 def reduce_after(loss: torch.Tensor, model: Any) -> None:
     """Have this loss's backward end with that reduction, in the place of one that has failed."""
     engine: Any = torch.autograd.Variable._execution_engine
-    loss.register_hook(lambda _: engine.queue_callback(model.reducer._delay_all_reduce))
+    ends: Any = loss.register_hook  # without types
+    ends(lambda _: engine.queue_callback(model.reducer._delay_all_reduce))

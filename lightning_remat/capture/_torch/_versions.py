@@ -27,7 +27,6 @@ NAMES = {
     "_autograd._get_sequence_nr _autograd._saved_tensors_hooks_set_tracing _current_autograd_node "
     "_current_graph_task_id _dispatch_has_kernel_for_dispatch_key _dispatch_tls_is_dispatch_key_excluded "
     "_functorch.peek_interpreter_stack _nn _storage_Use_Count _will_engine_execute_node",
-    "torch._C._distributed_c10d": "Reducer._delay_all_reduce",
     "torch._decomp": "",
     "torch._dynamo": "maybe_mark_dynamic optimize",
     "torch._dynamo.backends.common": "aot_autograd",
@@ -108,6 +107,7 @@ NAMES = {
 """The private names of torch that are used, by the module or object that has them; ``add`` stands for any op."""
 
 LATER_NAMES = {
+    "torch._C._distributed_c10d": "Reducer._delay_all_reduce",
     "torch": "_from_functional_tensor _functionalize_unsafe_set _to_functional_tensor",
     "torch.Tensor": "_is_zerotensor",
     "torch._dynamo.symbolic_convert": "get_funcname",
@@ -117,7 +117,8 @@ LATER_NAMES = {
     "torch._inductor.decomposition": "select_decomp_table",
 }
 """Likewise, names without which it goes on: ops are not fused then (these are imported there, since that takes long), or each
-is traced, those that come again as well, or Dynamo reads more files, or sharded networks run as before."""
+is traced, those that come again as well, or Dynamo reads more files, or sharded networks run as before, or the first backward
+of a static graph is not repeated."""
 
 SHOWN = 4
 """The most missing names that a message gives."""
