@@ -287,7 +287,7 @@ def test_the_garbage_collector_is_as_it_was(enabled: bool, monkeypatch: pytest.M
     """It is off while torch traces, and as it was during planning and afterwards, whatever is raised."""
     during: list[bool] = []
     original = _plans.Plans.first
-    monkeypatch.setattr(_plans.Plans, "first", lambda *a: during.append(gc.isenabled()) or original(*a))
+    monkeypatch.setattr(_plans.Plans, "first", lambda *a, **k: during.append(gc.isenabled()) or original(*a, **k))
     before = gc.isenabled()
     (gc.enable if enabled else gc.disable)()
     try:
