@@ -200,9 +200,8 @@ def _takes_gradients(trainer: pl.Trainer) -> bool:
     """Whether gradients that leave a backward while it runs take no memory of their own from then on: they are added to those
     at hand, or to DDP's buckets.
     """
-    plain = isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy))
-    taken = _accumulates(trainer) or gradients_in_buckets(trainer)
-    return plain and taken
+    known = isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy))
+    return known and (_accumulates(trainer) or gradients_in_buckets(trainer))
 
 
 _NOTHING = object()
