@@ -116,12 +116,12 @@ def test_one_process_searches_on_for_all(tmp_path):
     taken = []
     for process in run(tmp_path, "background")["background"]:
         assert "error" not in process and process["failures"] == []
-        dear = process["plans"][0]  # the last batch is smaller, and has a plan of its own
-        number = max(i for i, plan in enumerate(process["plans"]) if plan["budget"] == dear["budget"])
-        better = process["plans"][number]
-        assert better["seconds"] < dear["seconds"] and process["runs"][0] == 3 and process["runs"][number] >= 5
-        taken.append((dear["schedule"], better["schedule"]))
-    assert taken[0] == taken[1]
+        dear, *_ = plans = process["plans"]  # the last batch is smaller, and has a plan of its own
+        better = [i for i, plan in enumerate(plans) if i > 0 and plan["budget"] == dear["budget"]]
+        assert better and all(plans[i]["seconds"] < dear["seconds"] for i in better)
+        assert process["runs"][0] == 3 and sum(process["runs"][i] for i in better) >= 5
+        taken.append([plans[i]["schedule"] for i in better])
+    assert set(taken[0]) & set(taken[1])  # which process takes what, and when, is its own affair
 
 
 @pytest.mark.long
