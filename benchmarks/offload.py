@@ -146,7 +146,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     lines = [
         "Overhead of the step in percent, without copies to the host and with them; in brackets, what is left of it.",
         "The copies' speed is assumed, the ops' times were measured on an H100 (`benchmarks/offload.py`). At best: what a",
-        "linear program says that no schedule in about the captured order can be far below, its share of the overhead in brackets.",
+        "linear program says that no schedule in about the captured order can be far below.",
         "",
         f"| {' | '.join(heads)} |",
         f"|{'---|' * 2}{'---:|' * (len(heads) - 2)}",
