@@ -20,7 +20,7 @@ EVERY = 5.0
 class PlanningProgress:
     """Reports progress: called with a text about the work that begins; ``stop`` clears the live line.
 
-    On a terminal the text is shown in one line that is redrawn, with the seconds since the first text, which run on
+    On a terminal the text is shown in one line that is redrawn, with the seconds since this kind of work began, which run on
     between calls. Elsewhere, and where another live display has the terminal (a rich progress bar), each new kind of
     work is one log line, and one more every few seconds that it goes on.
     """
@@ -35,7 +35,10 @@ class PlanningProgress:
     def __call__(self, words: str) -> None:
         """Report the work that begins now."""
         now = time.monotonic()
-        self._started = self._started or now
+        kind = re.sub(r"(, about)?[0-9 ]+(s left)?", "", words)
+        new = kind != self._kind
+        if new:
+            self._kind, self._started = kind, now
         self._words = words
         if not self._plain and self._status is None:
             status = self._console.status(self)
@@ -47,10 +50,9 @@ class PlanningProgress:
         if self._status is not None:
             self._status.update(self)
             return
-        kind = re.sub(r"(, about)?[0-9 ]+(s left)?", "", words)
-        if kind != self._kind or now - self._logged >= EVERY:
+        if new or now - self._logged >= EVERY:
             log.info("rematerialization: %s", words)
-            self._kind, self._logged = kind, now
+            self._logged = now
 
     def __rich__(self) -> Text:
         return Text(f"rematerialization: {self._words} ({time.monotonic() - self._started:.0f} s)")
