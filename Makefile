@@ -3,6 +3,7 @@
 #   make demo       see the callback at work
 #   make test       style, types, architecture and tests, in minutes
 #   make ci         these and the long tests: all that continuous integration runs
+#   make docs       build the site in build/docs, and look at it in a browser
 #
 # and `make check`, the first three of those checks, in seconds; `make quick ARGS=tests/solvers`, the tests of one room;
 # `make benchmark`, which compares with other ways of saving memory; `make papers`, which prints the papers' tables beside ours.
@@ -26,7 +27,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: demo check test quick ci benchmark papers format install clean FORCE
+.PHONY: demo check test quick ci docs benchmark papers format install clean FORCE
 
 demo: install
 	$(BIN)/python $(DEMO) $(ARGS)
@@ -44,6 +45,11 @@ quick: install
 
 ci: check
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist worksteal $(ARGS)
+
+docs: install
+	rm -rf build/docs
+	$(BIN)/python -m pytest tests/docs $(ARGS)
+	@echo "the site: build/docs/index.html; pictures of four pages: build/docs-screenshots"
 
 benchmark: install
 	$(BIN)/python benchmarks/peers.py $(ARGS)

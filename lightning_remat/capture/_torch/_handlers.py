@@ -70,7 +70,7 @@ _IS_COMPILED = (
 
 _MAY_KNOW = (str(Path(torch.__file__).parent), f"{os.sep}transformers{os.sep}")
 """Places of code that asks in order to know what can be traced. Without Dynamo's answer transformers' models would
-break into graphs of single layers; that some compute in another way for it is a known difference (docs/training.md).
+break into graphs of single layers; that some compute in another way for it is a known difference (docs/explanation/capture.md).
 """
 
 
