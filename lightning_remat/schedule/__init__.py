@@ -7,9 +7,9 @@
 * ``_verify``: the independent check that every schedule passes before it runs; ``_copy_rules``: its part about copies.
 """
 
-from lightning_remat.schedule._schedule import Compute, Copy, Free, Schedule, Step
 from lightning_remat.schedule._lives import Life, lives
 from lightning_remat.schedule._memory import Event
+from lightning_remat.schedule._schedule import Compute, Copy, Free, Schedule, Step
 from lightning_remat.schedule._simulate import Allocations, Timeline, allocations, simulate
 from lightning_remat.schedule._verify import verify
 

@@ -1,4 +1,4 @@
-"""What is held while a schedule runs: present tensors, the storages they lie on, and what was asked of an allocator for them."""
+"""What is held while a schedule runs: present tensors, the storages they lie on, and what an allocator was asked for."""
 
 from __future__ import annotations
 

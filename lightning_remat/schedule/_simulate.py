@@ -11,7 +11,7 @@ import numpy.typing as npt
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.schedule._clocks import Clocks
 from lightning_remat.schedule._memory import Event, Memory
-from lightning_remat.schedule._schedule import Compute, Copy, Free, Schedule
+from lightning_remat.schedule._schedule import Compute, Free, Schedule
 
 
 @dataclasses.dataclass(frozen=True)
