@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import warnings
 from pathlib import Path
@@ -140,18 +141,16 @@ def write_plan(trainer: pl.Trainer, plan: Plan, number: int, folder: Path) -> Pa
 
 
 def _write_page(plan: Plan, path: Path) -> None:
-    """The page without other budgets, which would take seconds; ``lightning-remat report`` has them."""
+    """The page without other budgets, which would take seconds: ``lightning-remat report`` has them."""
     try:
         plan.report(path, curve_seconds=0)
-    except (RematError, OSError) as error:
-        global _told  # noqa: PLW0603
-        if not _told:
-            _told = True
-            rank_zero_info(f"no page about the plan was made: {error}")
+    except Exception as error:  # noqa: BLE001 - whatever a drawing library raises: training goes on
+        _tell_once(f"no page about the plan was made: {error}")
 
 
-_told = False
-"""Whether it was said that there are no pages."""
+@functools.cache
+def _tell_once(words: str) -> None:
+    rank_zero_info(words)
 
 
 def _figure(plan: Plan) -> Any:

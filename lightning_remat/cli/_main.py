@@ -162,7 +162,11 @@ def _parser() -> argparse.ArgumentParser:
         )
         about.set_defaults(command=command)
         about.add_argument(
-            "plan", type=Path, nargs="?" if name == "report" else None, metavar="PLAN", help="a plan file, or a graph file"
+            "plan",
+            type=Path,
+            nargs="?" if name == "report" else None,
+            metavar="PLAN",
+            help="a plan file, or a graph file",
         )
         if name == "report":
             about.add_argument("-o", "--out", type=Path, help="the page (by default beside the plan)")
@@ -362,7 +366,7 @@ def _report(given: argparse.Namespace, console: Console) -> None:
         if given.diff is not None:
             out: Path = given.out or given.diff[1].with_suffix(".diff.html")
             progress("comparing the plans")
-            compare(*given.diff, out)
+            compare(given.diff[0], given.diff[1], out)
         else:
             out = given.out or given.plan.with_suffix(".html")
             plan = plan_of(given.plan, given.budget, given.time_limit, progress)

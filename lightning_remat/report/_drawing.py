@@ -9,6 +9,7 @@ import numpy as np
 
 from lightning_remat.errors import RematError
 from lightning_remat.report._analysis import Analysis
+from lightning_remat.report._html import text
 from lightning_remat.report._replay import Course
 from lightning_remat.report._units import byte_unit, format_bytes, time_unit
 
@@ -93,10 +94,10 @@ def timeline(course: Course, scale: Scale, colour: str, budget_bytes: int | None
             "alive": list(course.alive),
         }
     )
-    drawn = figure.quad(
-        left="left", right="right", bottom=0, top="top", source=source, color=colour, alpha=0.22, line_alpha=0
-    )
-    figure.line(_both(left, right), np.repeat(top, 2), color=colour, line_width=1.4)
+    pointed_at = figure.quad(left="left", right="right", bottom=0, top="top", source=source, alpha=0, line_alpha=0)
+    along, up = _both(left, right), np.repeat(top, 2)
+    figure.varea(along, np.zeros(len(along)), up, color=colour, alpha=0.22)
+    figure.line(along, up, color=colour, line_width=1.4)
     if len(top):
         peak = int(np.argmax(top))
         at = float(left[peak] + right[peak]) / 2
@@ -119,8 +120,8 @@ def timeline(course: Course, scale: Scale, colour: str, budget_bytes: int | None
         figure.add_layout(
             models.Span(location=height, dimension="width", line_color=BUDGET, line_dash="dashed", line_width=1.5)
         )
-    tips = [("op", "@op"), ("module", "@module"), ("held", "@held"), ("largest", "@alive")]
-    figure.add_tools(_hover(drawn, tips))
+    tips = [("", "op", "@op"), ("", "module", "@module"), ("", "held", "@held"), ("", "largest", "@alive")]
+    figure.add_tools(_hover(pointed_at, tips))
     return figure
 
 
@@ -152,10 +153,11 @@ def layers(course: Course, scale: Scale, budget_bytes: int, beside: Any = None) 
         models.Span(location=height, dimension="width", line_color=BUDGET, line_dash="dashed", line_width=1.5)
     )
     labels = [
-        (name.replace("@", "").replace("$", ""), f"@{key}{{0.00}} {scale.memory}")
-        for key, (name, _) in zip(names, course.layers, strict=True)
+        (colour, name, f"@{key}{{0.00}} {scale.memory}")
+        for key, (name, _), colour in zip(names, course.layers, layer_colours(course), strict=True)
     ]
-    figure.add_tools(_hover(area, [("op", "@op"), ("all", f"@top{{0.00}} {scale.memory}"), *reversed(labels)]))
+    tips = [("", "op", "@op"), ("", "all", f"@top{{0.00}} {scale.memory}"), *reversed(labels)]
+    figure.add_tools(_hover(area, tips))
     return figure
 
 
@@ -239,8 +241,22 @@ def _plain(figure: Any) -> None:
     figure.toolbar.logo = None
 
 
-def _hover(drawn: Any, tips: list[tuple[str, str]]) -> Any:
-    return _bokeh().models.HoverTool(renderers=[drawn], tooltips=tips, mode="vline", point_policy="follow_mouse")
+def _hover(drawn: Any, tips: Sequence[tuple[str, str, str]]) -> Any:
+    """What is said where the pointer is: a colour or "", a name, and what Bokeh puts there, a line each."""
+    lines = "".join(
+        f'<div><i style="display:inline-block;width:8px;height:8px;margin-right:4px;background:{colour or "none"}"></i>'
+        f'<span style="color:#5c6570">{_plain_text(name)}</span> {value}</div>'
+        for colour, name, value in tips
+    )
+    html = (
+        f'<div class="tip" style="width:165px;font:12px/1.35 system-ui,sans-serif;overflow-wrap:anywhere">{lines}</div>'
+    )
+    return _bokeh().models.HoverTool(renderers=[drawn], tooltips=html, mode="vline", point_policy="follow_mouse")
+
+
+def _plain_text(name: str) -> str:
+    """A name in Bokeh's template: escaped, and without what stands for a column there."""
+    return text(name).replace("@", "&#64;").replace("$", "&#36;")
 
 
 def _both(left: Any, right: Any) -> Any:
