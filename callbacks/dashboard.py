@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import warnings
 from pathlib import Path
@@ -107,7 +108,8 @@ def plan_folder(trainer: pl.Trainer) -> Path:
 
 
 def write_plan(trainer: pl.Trainer, plan: Plan, number: int, folder: Path) -> Path | None:
-    """Save a plan as JSON and, where matplotlib is installed, its memory timeline as PNG; show the picture in the loggers.
+    """Save a plan as JSON, with a page about it where Bokeh is installed, and, where matplotlib is, its memory timeline as PNG;
+    show the picture in the loggers.
 
     Returns:
         The folder, or ``None`` where nothing is to be written (``fast_dev_run``, other ranks than the first, or a folder
@@ -121,6 +123,7 @@ def write_plan(trainer: pl.Trainer, plan: Plan, number: int, folder: Path) -> Pa
     except OSError as error:
         warnings.warn(f"the plan was not saved in {folder}: {error}", RematWarning, stacklevel=2)
         return None
+    _write_page(plan, folder / f"plan-{number}.html")
     path = folder / f"plan-{number}.png"
     try:
         figure = _figure(plan)
@@ -135,6 +138,19 @@ def write_plan(trainer: pl.Trainer, plan: Plan, number: int, folder: Path) -> Pa
         except Exception as error:  # noqa: BLE001 - whatever a client raises: training goes on
             warnings.warn(f"{type(logger).__name__} did not take the plan: {error}", RematWarning, stacklevel=2)
     return folder
+
+
+def _write_page(plan: Plan, path: Path) -> None:
+    """The page without other budgets, which would take seconds: ``lightning-remat report`` has them."""
+    try:
+        plan.report(path, curve_seconds=0)
+    except Exception as error:  # noqa: BLE001 - whatever a drawing library raises: training goes on
+        _tell_once(f"no page about the plan was made: {error}")
+
+
+@functools.cache
+def _tell_once(words: str) -> None:
+    rank_zero_info(words)
 
 
 def _figure(plan: Plan) -> Any:

@@ -12,12 +12,23 @@ from lightning_remat._disk import replace_file
 from lightning_remat.allocator import Arrangement, Footprint
 from lightning_remat.errors import GraphError
 from lightning_remat.graph import ComputationGraph
-from lightning_remat.report import format_bytes, format_seconds
+from lightning_remat.report import (
+    TradePoint,
+    analyse,
+    explanation,
+    format_bytes,
+    format_seconds,
+    notebook_view,
+    report_page,
+)
 from lightning_remat.schedule import Copy, Schedule, Timeline, simulate
-from lightning_remat.solvers import Problem, Solution, Status
+from lightning_remat.solvers import Problem, Solution, Status, plan_curve
 
 FORMAT = "lightning_remat.plan"
 FORMAT_VERSION = 1
+
+CURVE_POINTS, CURVE_SECONDS = 12, 10.0
+"""How many budgets a plan's trade-off has, and the seconds that it may take."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +87,11 @@ class Plan:
     def predicted_reserved_bytes(self) -> int:
         """The most that the allocator reserves on the device, in bytes; 0 where ``footprint`` is ``None``."""
         return self.footprint.reserved_bytes if self.footprint is not None else 0
+
+    @property
+    def arrangement(self) -> str:
+        """How the device's memory is arranged for it, in words; "" where ``footprint`` is ``None``."""
+        return self.footprint.arrangement.value if self.footprint is not None else ""
 
     @property
     def overhead(self) -> float:
@@ -156,6 +172,35 @@ class Plan:
             f"planned in {format_seconds(self.cost_seconds + self.solve_seconds)}"
         )
 
+    def explain(self, *, curve_seconds: float = CURVE_SECONDS) -> str:
+        """Why the step needs what it needs, module by module, what sets its peak, and the three changes that would help most.
+
+        Args:
+            curve_seconds: seconds for the trade-off with other budgets, by which changes are judged; 0 leaves it out.
+        """
+        return explanation(analyse(self, trade_off(self, curve_seconds)))
+
+    def report(self, path: str | Path, *, curve_seconds: float = CURVE_SECONDS) -> None:
+        """Write a page about the plan: one HTML file, for a browser without network.
+
+        It shows memory over the step before and after (point at it for the op, its module and the largest tensors), by module,
+        what is kept, computed again, sliced and offloaded, the trade-off with other budgets, what costs most, and how to
+        get lower. Needs the extra ``[report]``.
+
+        Args:
+            path: the file.
+            curve_seconds: seconds for the trade-off; 0 leaves it out.
+
+        Raises:
+            RematError: where Bokeh is not installed.
+            OSError: when the file cannot be written.
+        """
+        replace_file(path, report_page(analyse(self, trade_off(self, curve_seconds))))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return notebook_view(analyse(self))
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for JSON."""
         data: dict[str, Any] = {"format": FORMAT, "version": FORMAT_VERSION}
@@ -223,6 +268,15 @@ class Plan:
             untiled=ComputationGraph.from_dict(untiled) if untiled is not None else None,
         )
         return cls(graph=graph, **values)
+
+
+def trade_off(plan: Plan, seconds: float) -> tuple[TradePoint, ...]:
+    """What the step of a plan costs at other budgets, by schedules found in about so many seconds; none in 0."""
+    if seconds <= 0 or not any(op.seconds for op in plan.graph.ops):
+        return ()
+    curve = plan_curve(plan.graph, CURVE_POINTS, seconds)
+    points = zip(curve.budgets_bytes, curve.solutions, strict=True)
+    return tuple(TradePoint(budget, one.peak_bytes, one.seconds) for budget, one in points)
 
 
 def with_beside(plan: Plan, nbytes: int, budget_bytes: int = 0) -> Plan:

@@ -50,6 +50,11 @@ def format_seconds(seconds: float) -> str:
     raise AssertionError("unreachable: nanoseconds take everything")
 
 
+def time_unit(seconds: float) -> tuple[str, float]:
+    """The unit in which ``seconds`` is at least 1 (s for more, ns for less), and its size in seconds."""
+    return next(((unit, size) for unit, size in _TIMES if abs(seconds) >= size), _TIMES[-1])
+
+
 def _three_digits(value: float) -> str:
     for decimals, below in ((2, 9.995), (1, 99.95)):
         if abs(value) < below:

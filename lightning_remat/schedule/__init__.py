@@ -1,13 +1,16 @@
 """The answer: compute, free and copy steps, their memory over time, and the check that they are right.
 
 * ``_schedule``: schedules, and their plain data.
-* ``_simulate``: bytes held and time passed at each step, and what an allocator is asked for.
+* ``_simulate``: bytes held and time passed at each step, and what an allocator is asked for; ``_memory``: what is held.
+* ``_lives``: from which step to which each piece of memory is held.
 * ``_clocks``: the time passed for ops and copies.
 * ``_verify``: the independent check that every schedule passes before it runs; ``_copy_rules``: its part about copies.
 """
 
+from lightning_remat.schedule._lives import Life, lives
+from lightning_remat.schedule._memory import Event
 from lightning_remat.schedule._schedule import Compute, Copy, Free, Schedule, Step
-from lightning_remat.schedule._simulate import Allocations, Event, Timeline, allocations, simulate
+from lightning_remat.schedule._simulate import Allocations, Timeline, allocations, simulate
 from lightning_remat.schedule._verify import verify
 
 __all__ = [
@@ -16,10 +19,12 @@ __all__ = [
     "Copy",
     "Event",
     "Free",
+    "Life",
     "Schedule",
     "Step",
     "Timeline",
     "allocations",
+    "lives",
     "simulate",
     "verify",
 ]

@@ -1,0 +1,129 @@
+"""The page of two plans, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightning_remat.report import _drawing
+from lightning_remat.report._analysis import Analysis
+from lightning_remat.report._html import cards, page, points, section, table, text
+from lightning_remat.report._modules import ModuleRow
+from lightning_remat.report._units import format_bytes
+
+
+def compared_page(one: Analysis, other: Analysis, names: tuple[str, str] = ("a", "b")) -> str:
+    """Two plans as one HTML file, of the same step or of different ones.
+
+    Args:
+        one: the one plan.
+        other: the other plan.
+        names: what they are called.
+
+    Raises:
+        RematError: where Bokeh is not installed.
+    """
+    scale = _drawing.scale_of(one, other)
+    first = _drawing.timeline(one.after, scale, _drawing.BEFORE, one.budget_bytes)
+    second = _drawing.timeline(other.after, scale, _drawing.AFTER, other.budget_bytes, first)
+    scripts, elements = _drawing.embedded({"one": first, "other": second})
+    title = f"{names[0]} and {names[1]}"
+    body = [
+        f'<h1>{text(title)}</h1><p class="quiet">{text(_same(one, other))}</p>',
+        _headline(one, other, names),
+        section(
+            "Memory over the step",
+            f"<h3>{text(names[0])}</h3>{elements['one']}<h3>{text(names[1])}</h3>{elements['other']}",
+            about=f"Both on the same axes; each one's budget is dashed. {other.cost_words}",
+        ),
+        _numbers(one, other, names),
+        _modules(one, other, names),
+        _peaks(one, other, names),
+    ]
+    return page(f"{title}: memory plans", "\n".join(body), scripts)
+
+
+def _same(one: Analysis, other: Analysis) -> str:
+    sizes = f"{one.name} ({one.ops:,} ops) and {other.name} ({other.ops:,} ops)"
+    alike = one.ops == other.ops and one.peak_before.nbytes == other.peak_before.nbytes
+    if alike and one.baseline_seconds == other.baseline_seconds:
+        return f"Two plans of one step: {sizes}."
+    return f"Plans of different steps: {sizes}. Modules are matched by their names."
+
+
+def _headline(one: Analysis, other: Analysis, names: tuple[str, str]) -> str:
+    def change(before: float, after: float) -> str:
+        return f"{after / before - 1:+.1%} against {names[0]}" if before > 0 else ""
+
+    return cards(
+        [
+            (f"peak of {names[0]}", format_bytes(one.peak.nbytes), ""),
+            (f"peak of {names[1]}", format_bytes(other.peak.nbytes), change(one.peak.nbytes, other.peak.nbytes)),
+            (f"step of {names[0]}", one.cost(one.seconds), f"{one.overhead:+.1%} over none computed again"),
+            (f"step of {names[1]}", other.cost(other.seconds), change(one.seconds, other.seconds)),
+        ]
+    )
+
+
+def _numbers(one: Analysis, other: Analysis, names: tuple[str, str]) -> str:
+    sizes: list[tuple[str, Callable[[Analysis], int]]] = [
+        ("budget", lambda a: a.budget_bytes),
+        ("peak", lambda a: a.peak.nbytes),
+        ("peak without rematerialization", lambda a: a.peak_before.nbytes),
+        ("always held", lambda a: a.floor_bytes),
+        ("kept for the backward", lambda a: a.kept_bytes),
+        ("reserved", lambda a: a.reserved_bytes),
+        ("on the host", lambda a: a.host_bytes),
+    ]
+    rows = [
+        (name, format_bytes(of(one)), format_bytes(of(other)), _signed(of(other) - of(one)))
+        for name, of in sizes
+        if of(one) or of(other)
+    ]
+    times: list[tuple[str, Callable[[Analysis], float]]] = [
+        ("predicted step", lambda a: a.seconds),
+        ("without rematerialization", lambda a: a.baseline_seconds),
+        ("computed again", lambda a: a.again_seconds),
+    ]
+    rows += [(name, one.cost(of(one)), other.cost(of(other)), _percent(of(one), of(other))) for name, of in times]
+    rows.append(("solver", f"{one.solver} ({one.status})", f"{other.solver} ({other.status})", ""))
+    return section("In numbers", table(["", *names, "difference"], rows))
+
+
+def _modules(one: Analysis, other: Analysis, names: tuple[str, str]) -> str:
+    left, right = ({row.name: row for row in looked_at.modules} for looked_at in (one, other))
+    rows = []
+    for name in sorted(left.keys() | right.keys(), key=lambda key: -_changed(left.get(key), right.get(key))):
+        a, b = left.get(name), right.get(name)
+        rows.append(
+            (
+                name,
+                *(format_bytes(row.peak_bytes) if row else "-" for row in (a, b)),
+                *(format_bytes(row.kept_bytes) if row else "-" for row in (a, b)),
+                *(looked_at.cost(row.again_seconds) if row else "-" for row, looked_at in ((a, one), (b, other))),
+            )
+        )
+    headings = [f"{what}, {name}" for what in ("at the peak", "kept", "computed again") for name in names]
+    return section("Module by module", table(["module", *headings], rows), about="Where they differ most comes first.")
+
+
+def _changed(a: ModuleRow | None, b: ModuleRow | None) -> int:
+    def of(row: ModuleRow | None) -> tuple[int, int]:
+        return (row.peak_bytes, row.kept_bytes) if row else (0, 0)
+
+    return sum(abs(x - y) for x, y in zip(of(a), of(b), strict=True))
+
+
+def _peaks(one: Analysis, other: Analysis, names: tuple[str, str]) -> str:
+    parts = [
+        f"<h3>{text(name)}</h3>{points(looked_at.peak_words)}"
+        for name, looked_at in zip(names, (one, other), strict=True)
+    ]
+    return section("What sets the peaks", *parts)
+
+
+def _signed(nbytes: int) -> str:
+    return ("+" if nbytes > 0 else "") + format_bytes(nbytes) if nbytes else "none"
+
+
+def _percent(before: float, after: float) -> str:
+    return f"{after / before - 1:+.1%}" if before > 0 else ""
