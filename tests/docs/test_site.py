@@ -34,7 +34,18 @@ def site() -> Path:
     SITE.mkdir(parents=True, exist_ok=True)
     with (SITE.parent / "docs.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(ROOT / "docs"), str(SITE)]
+        command = [
+            sys.executable,
+            "-m",
+            "sphinx",
+            "-W",
+            "--keep-going",
+            "-q",
+            "-b",
+            "html",
+            str(ROOT / "docs"),
+            str(SITE),
+        ]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
         if ended.returncode:
@@ -69,6 +80,12 @@ def test_every_page_opens_and_every_link_leads_somewhere(site: Path, page: Page)
         wrong += [f"{at}: {target}: {why}" for target in set(targets) if (why := _broken(target, anchors))]
     assert not outside, "the site asks for nothing that is not in it"
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_words_of_a_warning_are_found(site: Path, page: Page) -> None:
+    page.goto((site / "search.html").as_uri() + "?q=pinned")
+    page.wait_for_selector("#search-results li")
+    assert "Warnings" in page.inner_text("#search-results")
 
 
 def _broken(target: str, anchors: dict[Path, set[str]]) -> str:
