@@ -70,10 +70,13 @@ def test_every_page_opens_and_every_link_leads_somewhere(site: Path, page: Page)
     anchors: dict[Path, set[str]] = {}
     files = sorted(site.rglob("*.html"))
     assert len(files) > 50
+    page.set_viewport_size({"width": min(WIDTHS), "height": 900})
     for file in files:
         page.goto(file.as_uri())
         links[file.as_uri()] = page.eval_on_selector_all("a[href]", "all => all.map(one => one.href)")
         anchors[file] = set(page.eval_on_selector_all("[id]", "all => all.map(one => one.id)"))
+        if page.evaluate("document.documentElement.scrollWidth") > min(WIDTHS):
+            wrong.append(f"{file.name} must be scrolled sideways on a telephone")
         images = page.eval_on_selector_all("img", "all => all.filter(one => !one.naturalWidth).map(one => one.src)")
         wrong += [f"{file.name}: {image} is no picture" for image in images]
     for at, targets in links.items():
