@@ -3,7 +3,7 @@
     python docs/pictures.py
 
 A column is a moment, a row a layer's output: where it is computed, computed again, held, or waits on the host; below, the bytes
-held. ``timeline.svg`` is of a GPT-2 that was recorded on an H100 (`tests/data/h100`), ``budget.svg`` shows what a budget counts.
+held. ``timeline.svg`` is of a GPT-2 that was recorded on an H100 (`tests/data/h100`), ``budget.svg`` is what a budget counts.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def picture(graph: ComputationGraph, schedule: Schedule, title: str) -> str:
         drawn.append(_cell(x, TOP + CELL * min(op, rows), colour if op < rows else BACKWARD))
         seen.add(op)
         height = int(timeline.during[index]) * (MEMORY - 12) / (rows + 2)
-        drawn.append(f'<rect x="{x}" y="{depth + MEMORY - height:.1f}" width="{CELL - 2}" height="{height:.1f}" fill="#8fb4dc"/>')
+        shape = f'x="{x}" y="{depth + MEMORY - height:.1f}" width="{CELL - 2}" height="{height:.1f}"'
+        drawn.append(f'<rect {shape} fill="#8fb4dc"/>')
     at = LEFT - 1 + CELL * sum(index < schedule.boundary for index, *_ in columns)
     drawn.append(f'<path d="M{at} {TOP - 6}V{depth + MEMORY}" stroke="#57606a" stroke-dasharray="3 3"/>')
     again = len(columns) - len(graph.ops)
@@ -167,7 +168,11 @@ def budget_picture() -> str:
         dark = "" if colour == HELD else ' style="fill:#fff"'
         drawn.append(_text(x + width / 2, 58, words, "middle").replace("<text", f"<text{dark}"))
         x += width
-    for at, words, anchor in ((360, "floor: 0 %", "middle"), (525, "50 %", "middle"), (690, "baseline peak: 100 %", "end")):
+    for at, words, anchor in (
+        (360, "floor: 0 %", "middle"),
+        (525, "50 %", "middle"),
+        (690, "baseline peak: 100 %", "end"),
+    ):
         drawn += [f'<path d="M{at} 28V84" stroke="#c62828"/>', _text(at, 99, words, anchor)]
     return _svg(702, 110, drawn)
 
@@ -182,7 +187,10 @@ def pictures() -> Iterator[tuple[str, str]]:
     short = chain(8)
     smallest = find_smallest(short).schedule
     assert smallest is not None
-    yield "smallest", picture(short, smallest, "The smallest peak: what one layer's backward reads and writes, and little more")
+    yield (
+        "smallest",
+        picture(short, smallest, "The smallest peak: what one layer's backward reads and writes, and little more"),
+    )
     fast = chain(host=Host(99, 0.5, 0.5))
     copied = solve(fast, 7, offload="host", time_limit=10.0).schedule
     assert copied is not None

@@ -26,7 +26,7 @@ MADE_ELSEWHERE = {
 def entries() -> dict[str, str]:
     """Of each warning on the page its message and what is said of it."""
     page = (PAGES / "warnings.md").read_text(encoding="utf-8")
-    return {found[1]: found[2] for found in re.finditer(r"^- \*\*`(.+)`\*\*\n((?:  .+\n)+)", page, re.MULTILINE)}
+    return {found[1]: found[2] for found in re.finditer(r"^- \*\*`(.+)`\*\*\\?\n((?:  .+\n)+)", page, re.MULTILINE)}
 
 
 def test_each_error_has_an_entry() -> None:

@@ -34,7 +34,18 @@ def site() -> Path:
     SITE.mkdir(parents=True, exist_ok=True)
     with (SITE.parent / "docs.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(ROOT / "docs"), str(SITE)]
+        command = [
+            sys.executable,
+            "-m",
+            "sphinx",
+            "-W",
+            "--keep-going",
+            "-q",
+            "-b",
+            "html",
+            str(ROOT / "docs"),
+            str(SITE),
+        ]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
         ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
         if ended.returncode:
@@ -59,16 +70,25 @@ def test_every_page_opens_and_every_link_leads_somewhere(site: Path, page: Page)
     anchors: dict[Path, set[str]] = {}
     files = sorted(site.rglob("*.html"))
     assert len(files) > 50
+    page.set_viewport_size({"width": min(WIDTHS), "height": 900})
     for file in files:
         page.goto(file.as_uri())
         links[file.as_uri()] = page.eval_on_selector_all("a[href]", "all => all.map(one => one.href)")
         anchors[file] = set(page.eval_on_selector_all("[id]", "all => all.map(one => one.id)"))
+        if page.evaluate("document.documentElement.scrollWidth") > min(WIDTHS):
+            wrong.append(f"{file.name} must be scrolled sideways on a telephone")
         images = page.eval_on_selector_all("img", "all => all.filter(one => !one.naturalWidth).map(one => one.src)")
         wrong += [f"{file.name}: {image} is no picture" for image in images]
     for at, targets in links.items():
         wrong += [f"{at}: {target}: {why}" for target in set(targets) if (why := _broken(target, anchors))]
     assert not outside, "the site asks for nothing that is not in it"
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_words_of_a_warning_are_found(site: Path, page: Page) -> None:
+    page.goto((site / "search.html").as_uri() + "?q=pinned")
+    page.wait_for_selector("#search-results li")
+    assert "Warnings" in page.inner_text("#search-results")
 
 
 def _broken(target: str, anchors: dict[Path, set[str]]) -> str:

@@ -16,8 +16,8 @@ from tests.helpers.places import ROOT
 
 CODE = {page: [block for block in blocks(page) if block.language == "python"] for page in pages()}
 COMMANDS = {page: list(commands(page)) for page in pages()}
-QUICK = {"docs/howto/configuration.md", "docs/explanation/plan.md"}
-"""Pages whose code takes less than three seconds."""
+LONG = {f"docs/howto/{name}.md" for name in ("batch-size", "huggingface", "lengths", "lora", "speed")}
+"""Pages whose code takes more than about three seconds."""
 
 
 def run(page: str) -> None:
@@ -49,7 +49,7 @@ def names(block: Block) -> None:
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[] if page in QUICK else pytest.mark.long)
+        pytest.param(page, marks=pytest.mark.long if page in LONG else ())
         for page, found in CODE.items()
         if any(block.runs for block in found)
     ],
