@@ -16,7 +16,7 @@ def report_page(looked_at: Analysis) -> str:
     Raises:
         RematError: where Bokeh is not installed.
     """
-    scale = _drawing.scale_of(looked_at)
+    scale = _drawing.scale_of(looked_at, before=True)
     before = _drawing.timeline(looked_at.before, scale, _drawing.BEFORE, looked_at.budget_bytes)
     drawings: dict[str, Any] = {
         "before": before,
