@@ -244,7 +244,7 @@ def _plain(figure: Any) -> None:
 def _hover(drawn: Any, tips: Sequence[tuple[str, str, str]]) -> Any:
     """What is said where the pointer is: a colour or "", a name, and what Bokeh puts there, a line each."""
     lines = "".join(
-        f'<div style="padding-left:12px;text-indent:-12px"><i style="display:inline-block;width:8px;height:8px;margin-right:4px;background:{colour or "none"}"></i>'
+        f'<div style="border-left:7px solid {colour or "transparent"};padding-left:5px">'
         f'<span style="color:#5c6570">{_plain_text(name)}</span> {value}</div>'
         for colour, name, value in tips
     )

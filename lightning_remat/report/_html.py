@@ -66,10 +66,10 @@ def page(title: str, body: str, scripts: Iterable[str] = ()) -> str:
 
 def cards(items: Iterable[tuple[str, str, str]]) -> str:
     """Numbers: what each is, the number, and a word beneath it."""
-    made = (
-        f'<div class="card"><span>{text(name)}</span><b>{text(number)}</b><span>{text(beneath)}</span></div>'
-        for name, number, beneath in items
-    )
+    made = []
+    for name, number, beneath in items:
+        broken = text(number).replace(":", ":<wbr>")
+        made.append(f'<div class="card"><span>{text(name)}</span><b>{broken}</b><span>{text(beneath)}</span></div>')
     return f'<div class="cards">{"".join(made)}</div>'
 
 

@@ -90,7 +90,7 @@ def _timelines(looked_at: Analysis, elements: dict[str, str]) -> str:
         few = (
             ""
             if course.exact
-            else f": of {course.steps:,} ops, each of {len(course.left):,} intervals shows the highest"
+            else f": of {course.steps:,} evaluations, each of {len(course.left):,} intervals shows the highest"
         )
         parts.append(f"<h3>{title}{few}</h3>{elements[name]}")
     return section("Memory over the step", *parts, about=about)
