@@ -85,7 +85,8 @@ def small_transformer(
 
     def tensor(name: str, nbytes: float, role: TensorRole = TensorRole.INTERMEDIATE, first: int = 0) -> int:
         storages.append(int(nbytes))
-        tensors.append(Tensor(name, len(storages) - 1, (first, 4) if first else (), "float32", role))
+        shape = (int(nbytes) // 4,) if role is TensorRole.INTERMEDIATE else (first, 4) if first else ()
+        tensors.append(Tensor(name, len(storages) - 1, shape, "float32", role))
         return len(tensors) - 1
 
     def op(name: str, target: str, reads: list[int], mib: float, ms: float, phase: Phase, module: str) -> int:
@@ -107,7 +108,7 @@ def small_transformer(
         saved.append((i, weight, kept))
     logits = op("lm_head", "mm", [x, weights[0]], 15, 8.5, Phase.FORWARD, "lm_head")
     scores = op("scores", loss, [logits], 15, 2.5, Phase.LOSS, "")
-    value = op("loss", "mean", [scores], 0.001, 2.5, Phase.LOSS, "")
+    value = op("loss", "mean", [scores], 1 / 1024, 2.5, Phase.LOSS, "")
     tangent = tensor("tangent", 4, TensorRole.TANGENT)
     gradient = op("loss_backward", loss, [tangent, scores], 15, 2.5, Phase.BACKWARD, "")
     gradient = op("lm_head_backward", "mm", [gradient, weights[0]], 1, 16.5, Phase.BACKWARD, "lm_head")

@@ -8,13 +8,15 @@ import math
 import numpy as np
 import pytest
 
-from lightning_remat.graph import ComputationGraph
+from lightning_remat.graph import ComputationGraph, Host
 from lightning_remat.planner import Plan
-from lightning_remat.report import Analysis, TradePoint, analyse, format_bytes
+from lightning_remat.report import Analysis, TradePoint, analyse, format_bytes, report_page
 from lightning_remat.report._modules import Groups
 from lightning_remat.report._replay import Replay, course
-from lightning_remat.schedule import Compute
+from lightning_remat.schedule import Compute, simulate
+from lightning_remat.solvers import Problem
 from tests.helpers.graphs import random_graph
+from tests.helpers.host_copies import with_copies
 from tests.helpers.plans import plan_of, small_transformer
 
 MIB = 2**20
@@ -69,6 +71,41 @@ def test_ops_that_take_longest_count_all_evaluations(plan: Plan, looked_at: Anal
     times = {plan.graph.ops[op].name: n * plan.graph.ops[op].seconds for op, n in plan.schedule.evaluations.items()}
     assert [row.seconds for row in looked_at.costly] == sorted(times.values(), reverse=True)[:10]
     assert all(times[row.name] == row.seconds for row in looked_at.costly)
+
+
+def test_what_waits_on_the_host() -> None:
+    graph = small_transformer(blocks=3).replace(host=Host(2**40, 1e12, 1e12), device="cuda")
+    problem = Problem(graph)
+    schedule = with_copies(graph, problem.expand(problem.captured))
+    timeline = simulate(graph, schedule)
+    assert timeline.host_bytes > 0
+    plan = dataclasses.replace(
+        plan_of(graph.replace(host=None), 1.0),
+        graph=graph,
+        schedule=schedule,
+        predicted_peak_bytes=timeline.peak_bytes,
+        predicted_seconds=timeline.seconds,
+    )
+    looked_at = analyse(plan)
+    assert sum(row.offloaded_bytes for row in looked_at.modules) == looked_at.host_bytes == timeline.host_bytes
+    assert sum(n for _, n in looked_at.peak.parts) == timeline.peak_bytes == looked_at.after.nbytes.max()
+    page = report_page(looked_at)
+    assert "on the host" in page and format_bytes(timeline.host_bytes) in page
+
+
+def test_what_is_in_slices_is_what_is_not_there_as_a_whole() -> None:
+    whole = small_transformer(blocks=2)
+    scores = whole.ops[whole.producer[next(i for i, t in enumerate(whole.tensors) if t.name == "scores_out")]]
+    tensor = scores.outputs[0]
+    renamed = dataclasses.replace(whole.tensors[tensor], name="slice_of_scores")
+    sliced = dataclasses.replace(
+        whole, tensors=tuple(renamed if i == tensor else t for i, t in enumerate(whole.tensors))
+    )
+    looked_at = analyse(dataclasses.replace(plan_of(sliced, 1.0), untiled=whole))
+    assert {row.name: row.sliced_bytes for row in looked_at.modules if row.sliced_bytes} == {
+        "outside of submodules": whole.storages[whole.tensors[tensor].storage]
+    }
+    assert "in slices" in report_page(looked_at)
 
 
 def test_many_ops_are_drawn_in_intervals_that_keep_the_peak() -> None:
@@ -180,6 +217,11 @@ def test_an_explanation_says_what_the_plan_says(plan: Plan) -> None:
     assert f"{timeline.peak_op} (" in words and "transformer.h.*" in words
     assert "No step was timed" in words
     assert words.count("\n  1. ") == 1 and words.count("\n  4. ") == 0
+
+
+def test_an_explanation_has_no_colours(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b" not in plan.explain(curve_seconds=0)
 
 
 def test_a_step_without_ops_is_explained() -> None:
