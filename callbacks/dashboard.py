@@ -123,7 +123,8 @@ def write_plan(trainer: pl.Trainer, plan: Plan, number: int, folder: Path) -> Pa
     except OSError as error:
         warnings.warn(f"the plan was not saved in {folder}: {error}", RematWarning, stacklevel=2)
         return None
-    _write_page(plan, folder / f"plan-{number}.html")
+    if number <= PAGES:
+        _write_page(plan, folder / f"plan-{number}.html")
     path = folder / f"plan-{number}.png"
     try:
         figure = _figure(plan)
@@ -138,6 +139,10 @@ def write_plan(trainer: pl.Trainer, plan: Plan, number: int, folder: Path) -> Pa
         except Exception as error:  # noqa: BLE001 - whatever a client raises: training goes on
             warnings.warn(f"{type(logger).__name__} did not take the plan: {error}", RematWarning, stacklevel=2)
     return folder
+
+
+PAGES = 8
+"""The plans that get a page, of nearly two megabytes: of others (sizes that vary) ``lightning-remat report`` makes one."""
 
 
 def _write_page(plan: Plan, path: Path) -> None:

@@ -94,16 +94,27 @@ def _modules(one: Analysis, other: Analysis, names: tuple[str, str]) -> str:
     rows = []
     for name in sorted(left.keys() | right.keys(), key=lambda key: -_changed(left.get(key), right.get(key))):
         a, b = left.get(name), right.get(name)
-        rows.append(
-            (
-                name,
-                *(format_bytes(row.peak_bytes) if row else "-" for row in (a, b)),
-                *(format_bytes(row.kept_bytes) if row else "-" for row in (a, b)),
-                *(looked_at.cost(row.again_seconds) if row else "-" for row, looked_at in ((a, one), (b, other))),
-            )
-        )
+        cells = [
+            *(_size(row.peak_bytes) if row else ABSENT for row in (a, b)),
+            *(_size(row.kept_bytes) if row else ABSENT for row in (a, b)),
+            *(_cost(looked_at, row.again_seconds) if row else ABSENT for looked_at, row in ((one, a), (other, b))),
+        ]
+        if any(cells):
+            rows.append((name, *cells))
     headings = [f"{what}, {name}" for what in ("at the peak", "kept", "computed again") for name in names]
     return section("Module by module", table(["module", *headings], rows), about="Where they differ most comes first.")
+
+
+ABSENT = "-"
+"""Where one of the steps has no such module."""
+
+
+def _size(nbytes: int) -> str:
+    return format_bytes(nbytes) if nbytes else ""
+
+
+def _cost(looked_at: Analysis, seconds: float) -> str:
+    return looked_at.cost(seconds) if seconds else ""
 
 
 def _changed(a: ModuleRow | None, b: ModuleRow | None) -> int:

@@ -54,9 +54,9 @@ class Scale:
         self.time, self.second_size = (costs, 1.0) if costs else time_unit(seconds)
 
 
-def scale_of(*looked_at: Analysis) -> Scale:
-    """The units for drawings of plans, side by side."""
-    most = max(max(one.before.nbytes.max(initial=0), one.peak.nbytes, one.budget_bytes) for one in looked_at)
+def scale_of(*looked_at: Analysis, before: bool = False) -> Scale:
+    """The units for drawings of plans, side by side; ``before``: and of their steps without rematerialization."""
+    most = max(max(one.before.nbytes.max(initial=0) * before, one.peak.nbytes, one.budget_bytes) for one in looked_at)
     costs = ""
     if any(one.baseline_seconds <= 0 for one in looked_at):
         costs = "ops"
@@ -244,7 +244,7 @@ def _plain(figure: Any) -> None:
 def _hover(drawn: Any, tips: Sequence[tuple[str, str, str]]) -> Any:
     """What is said where the pointer is: a colour or "", a name, and what Bokeh puts there, a line each."""
     lines = "".join(
-        f'<div><i style="display:inline-block;width:8px;height:8px;margin-right:4px;background:{colour or "none"}"></i>'
+        f'<div style="border-left:7px solid {colour or "transparent"};padding-left:5px">'
         f'<span style="color:#5c6570">{_plain_text(name)}</span> {value}</div>'
         for colour, name, value in tips
     )

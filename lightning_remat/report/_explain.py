@@ -35,7 +35,7 @@ def explanation(looked_at: Analysis) -> str:
 
 
 def _modules(looked_at: Analysis) -> str:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
     table.add_column("  module", overflow="fold")
     columns = ("at the peak", "kept", "computed again", "extra time", "all ops once")
     for heading in columns:
@@ -53,5 +53,5 @@ def _modules(looked_at: Analysis) -> str:
     if len(rows) > ROWS:
         table.add_row(f"  and {len(rows) - ROWS} more", *[""] * 5)
     text = io.StringIO()
-    Console(file=text, width=WIDTH).print(table)
+    Console(file=text, width=WIDTH, color_system=None, force_terminal=False).print(table)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"

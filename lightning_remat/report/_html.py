@@ -23,8 +23,9 @@ section { background: #fff; border: 1px solid var(--line); border-radius: 10px; 
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: 13.5px; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 5px 10px 5px 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
-th { color: var(--quiet); font-weight: 500; vertical-align: bottom; }
-td.words, th.words { text-align: left; white-space: normal; overflow-wrap: break-word; min-width: 110px; max-width: 340px; }
+th { color: var(--quiet); font-weight: 500; vertical-align: bottom; line-height: 1.25; }
+td.words, th.words { text-align: left; white-space: normal; overflow-wrap: break-word; min-width: 120px; max-width: 340px; }
+th { white-space: normal; min-width: 66px; }
 tr:last-child td { border-bottom: 0; }
 tr.chosen td { font-weight: 600; color: var(--red); }
 ol, ul { margin: 6px 0; padding-left: 22px; }
@@ -65,10 +66,10 @@ def page(title: str, body: str, scripts: Iterable[str] = ()) -> str:
 
 def cards(items: Iterable[tuple[str, str, str]]) -> str:
     """Numbers: what each is, the number, and a word beneath it."""
-    made = (
-        f'<div class="card"><span>{text(name)}</span><b>{text(number)}</b><span>{text(beneath)}</span></div>'
-        for name, number, beneath in items
-    )
+    made = []
+    for name, number, beneath in items:
+        broken = text(number).replace(":", ":<wbr>")
+        made.append(f'<div class="card"><span>{text(name)}</span><b>{broken}</b><span>{text(beneath)}</span></div>')
     return f'<div class="cards">{"".join(made)}</div>'
 
 

@@ -16,7 +16,7 @@ def report_page(looked_at: Analysis) -> str:
     Raises:
         RematError: where Bokeh is not installed.
     """
-    scale = _drawing.scale_of(looked_at)
+    scale = _drawing.scale_of(looked_at, before=True)
     before = _drawing.timeline(looked_at.before, scale, _drawing.BEFORE, looked_at.budget_bytes)
     drawings: dict[str, Any] = {
         "before": before,
@@ -90,7 +90,7 @@ def _timelines(looked_at: Analysis, elements: dict[str, str]) -> str:
         few = (
             ""
             if course.exact
-            else f": of {course.steps:,} ops, each of {len(course.left):,} intervals shows the highest"
+            else f": of {course.steps:,} evaluations, each of {len(course.left):,} intervals shows the highest"
         )
         parts.append(f"<h3>{title}{few}</h3>{elements[name]}")
     return section("Memory over the step", *parts, about=about)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 import math
 import os
 import subprocess
@@ -20,9 +21,10 @@ from torch import nn
 
 from lightning_remat.callbacks import RematCallback
 from lightning_remat.callbacks import progress as progress_module
-from lightning_remat.callbacks.dashboard import measured_metrics, plan_metrics
+from lightning_remat.callbacks.dashboard import _tell_once, measured_metrics, plan_metrics
 from lightning_remat.callbacks.progress import PlanningProgress
 from lightning_remat.planner import Plan, RematWarning
+from lightning_remat.report import format_bytes
 from tests.helpers.places import ROOT
 from tests.helpers.training import Classifier, assert_ran, assert_same, callback, fit, loader
 
@@ -82,10 +84,14 @@ def test_scalars_and_files_of_a_csv_logger(tmp_path):
     assert {int(row["step"]) for row in measured} >= {1, 3, 4, 5}
     assert all(float(row["remat/measured_peak_GiB"]) > 0 for row in measured)
     folder = Path(logger.log_dir) / "remat"
-    assert sorted(p.name for p in folder.iterdir()) == ["plan-1.json", "plan-1.png", "plan-2.json", "plan-2.png"]
+    assert sorted(p.name for p in folder.iterdir()) == [
+        f"plan-{number}.{kind}" for number in (1, 2) for kind in ("html", "json", "png")
+    ]
     for number, plan in enumerate(remat.plans, start=1):
         assert Plan.load(folder / f"plan-{number}.json") == plan
         assert (folder / f"plan-{number}.png").read_bytes().startswith(b"\x89PNG")
+        page = (folder / f"plan-{number}.html").read_text(encoding="utf-8")
+        assert format_bytes(plan.predicted_peak_bytes) in page and "At other budgets" not in page
 
 
 def test_the_measured_peak_is_the_predicted_one_within_two_percent(tmp_path):
@@ -198,7 +204,31 @@ def test_without_matplotlib_there_is_one_warning(tmp_path, monkeypatch):
     # One text: Python shows it once.
     assert len({str(w.message) for w in caught if issubclass(w.category, RematWarning)}) == 1
     assert_ran(remat, 2)
-    assert sorted(p.name for p in (tmp_path / "remat").iterdir()) == ["plan-1.json", "plan-2.json"]
+    assert {p.suffix for p in (tmp_path / "remat").iterdir()} == {".json", ".html"}
+
+
+def test_without_bokeh_it_is_said_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "bokeh.embed", None)
+    monkeypatch.setattr(logging.getLogger("lightning_utilities.core.rank_zero"), "propagate", True)
+    _tell_once.cache_clear()
+    remat = callback(artifacts=True)
+    with caplog.at_level("INFO", logger="lightning_utilities.core.rank_zero"):
+        fit(Classifier, remat, default_root_dir=tmp_path)
+    assert_ran(remat, 2)
+    assert sum("pip install 'lightning_remat[report]'" in said for said in caplog.messages) == 1
+    assert {p.suffix for p in (tmp_path / "remat").iterdir()} == {".json", ".png"}
+
+
+def test_a_page_that_cannot_be_made_is_not_in_the_way(tmp_path, monkeypatch):
+    def fails(*_args, **_kwargs):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Plan, "report", fails)
+    remat = callback(artifacts=True)
+    scheduled = fit(Classifier, remat, default_root_dir=tmp_path)
+    assert_ran(remat, 2)
+    assert_same(fit(Classifier).results, scheduled.results)
+    assert {p.suffix for p in (tmp_path / "remat").iterdir()} == {".json", ".png"}
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path):

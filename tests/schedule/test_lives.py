@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_remat.graph import ComputationGraph
+from lightning_remat.graph import ComputationGraph, Host
 from lightning_remat.schedule import Compute, Schedule, lives, simulate
 from lightning_remat.solvers import Problem, find_smallest
 from tests.helpers.graphs import random_graph
+from tests.helpers.host_copies import with_copies
+from tests.helpers.plans import small_transformer
 
 
 def held(graph: ComputationGraph, schedule: Schedule) -> list[int]:
@@ -30,6 +32,15 @@ def test_lives_add_up_to_the_timeline(seed: int) -> None:
     assert smallest is not None
     for schedule in (problem.expand(problem.captured), smallest):
         assert held(graph, schedule) == simulate(graph, schedule).during.tolist()
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 1.0])
+def test_lives_of_what_waits_on_the_host(share: float) -> None:
+    graph = small_transformer(blocks=3).replace(host=Host(2**40, 1e12, 1e12), device="cuda")
+    problem = Problem(graph)
+    schedule = with_copies(graph, problem.expand(problem.captured), share)
+    timeline = simulate(graph, schedule)
+    assert timeline.host_bytes > 0 and held(graph, schedule) == timeline.during.tolist()
 
 
 def test_what_is_computed_again_lives_twice() -> None:
