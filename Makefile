@@ -48,7 +48,7 @@ ci: check
 
 docs: install
 	rm -rf build/docs
-	$(BIN)/python -m pytest tests/docs $(ARGS)
+	$(BIN)/python -m pytest tests/docs/test_site.py $(ARGS)
 	@echo "the site: build/docs/index.html; pictures of four pages: build/docs-screenshots"
 
 benchmark: install
