@@ -68,7 +68,7 @@ format: install
 install: $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist docs/generated *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(VENV)/.created:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer was found: name one, as in 'make PYTHON=/path/to/python test'"; exit 1; }
