@@ -33,6 +33,14 @@ def raised() -> Iterator[str]:
                 yield text(node.args[0])
 
 
+def spoken() -> Iterator[str]:
+    """All strings of the source."""
+    for _, tree in _sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+                yield text(node)
+
+
 def _sources() -> Iterator[tuple[str, ast.Module]]:
     for file in sorted([*(ROOT / "lightning_remat").rglob("*.py"), *(ROOT / "callbacks").glob("*.py")]):
         name = file.relative_to(ROOT).as_posix()

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from lightning_remat import errors
-from tests.docs.messages import matches, raised, text, warned
+from tests.docs.messages import matches, raised, spoken, text, warned
 from tests.helpers.places import ROOT
 
 PAGES = ROOT / "docs" / "reference"
@@ -41,6 +41,15 @@ def test_the_messages_of_errors_are_what_is_raised() -> None:
     said = list(raised())
     assert len(quoted) > 15
     assert not [one for one in quoted if not any(matches(f"{one.rstrip('…')}…", words) for words in said)]
+
+
+def test_the_reasons_of_what_is_not_captured_are_what_is_said() -> None:
+    page = (PAGES.parent / "troubleshooting.md").read_text(encoding="utf-8")
+    table = page.split("\n## Could not be captured\n")[1].split("\n## ")[0]
+    quoted = re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE)
+    said = list(spoken())
+    assert len(quoted) > 10
+    assert not [one for one in quoted if not any(matches(f"…{one.strip('…')}…", words) for words in said)]
 
 
 def test_each_warning_has_an_entry_and_each_entry_a_warning() -> None:
