@@ -48,7 +48,7 @@ ci: check
 
 docs: install
 	rm -rf build/docs
-	$(BIN)/python -m pytest tests/docs $(ARGS)
+	$(BIN)/python -m pytest tests/docs/test_site.py $(ARGS)
 	@echo "the site: build/docs/index.html; pictures of four pages: build/docs-screenshots"
 
 benchmark: install
@@ -68,7 +68,7 @@ format: install
 install: $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) build dist docs/generated *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(VENV)/.created:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer was found: name one, as in 'make PYTHON=/path/to/python test'"; exit 1; }

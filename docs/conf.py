@@ -23,16 +23,17 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
 ]
-myst_enable_extensions = ["colon_fence", "deflist"]
+exclude_patterns = ["generated/options.md", "generated/commands.md", "generated/papers/*"]
+"""What pages include is no page itself."""
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
-suppress_warnings = ["config.cache", "myst.header"]
+suppress_warnings = ["myst.header"]
 default_role = "code"
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 autodoc_class_signature = "mixed"
-autodoc_mock_imports: list[str] = []
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True

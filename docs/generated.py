@@ -47,6 +47,8 @@ def site_pages() -> dict[Path, str]:
     pages = {ROOT / file: f"generated/results/{_name(ROOT / file)}" for file in RESULTS}
     for page in sorted((ROOT / "examples").glob("*/README.md")):
         pages[page] = f"generated/examples/{page.parent.name}"
+    if (gallery := ROOT / "examples" / "README.md").exists():
+        pages[gallery] = "generated/examples/gallery"
     pages[ROOT / "CONTRIBUTING.md"] = "generated/contributing"
     pages[ROOT / "CHANGELOG.md"] = "generated/changelog"
     pages[ROOT / "README.md"] = "index"
@@ -108,7 +110,7 @@ def _pages() -> Iterator[tuple[str, str]]:
         title = RESULTS.get(source.relative_to(ROOT).as_posix())
         if title and not text.startswith("# "):
             text = f"# {title}\n\n{text}"
-        elif name.startswith("examples/"):
+        elif (source.parent / "train.py").exists():
             text += _code(source.parent)
         yield name, text
 

@@ -14,13 +14,38 @@ SPEAKERS = {"log", "logger", "warnings"}
 
 def warned() -> Iterator[tuple[str, str]]:
     """Of each call that warns: its file, and its text; "…" alone where that is made elsewhere."""
-    for file in sorted([*(ROOT / "lightning_remat").rglob("*.py"), *(ROOT / "callbacks").glob("*.py")]):
-        name = file.relative_to(ROOT).as_posix()
-        if name.startswith("lightning_remat/callbacks/"):  # the link
-            continue
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    for name, tree in _sources():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Call) and _warns(node.func):
                 yield name, text(node.args[0])
+
+
+def raised() -> Iterator[str]:
+    """The words of each error that the source makes."""
+    for _, tree in _sources():
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id.endswith("Error")
+                and node.args
+            ):
+                yield text(node.args[0])
+
+
+def spoken() -> Iterator[str]:
+    """All strings of the source."""
+    for _, tree in _sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+                yield text(node)
+
+
+def _sources() -> Iterator[tuple[str, ast.Module]]:
+    for file in sorted([*(ROOT / "lightning_remat").rglob("*.py"), *(ROOT / "callbacks").glob("*.py")]):
+        name = file.relative_to(ROOT).as_posix()
+        if not name.startswith("lightning_remat/callbacks/"):  # the link
+            yield name, ast.parse(file.read_text(encoding="utf-8"))
 
 
 def _warns(function: ast.expr) -> bool:

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from lightning_remat import errors
-from tests.docs.messages import matches, text, warned
+from tests.docs.messages import matches, raised, spoken, text, warned
 from tests.helpers.places import ROOT
 
 PAGES = ROOT / "docs" / "reference"
@@ -33,6 +33,23 @@ def test_each_error_has_an_entry() -> None:
     page = (PAGES / "errors.md").read_text(encoding="utf-8")
     classes = {name for name, one in inspect.getmembers(errors, inspect.isclass) if one.__module__ == errors.__name__}
     assert classes == set(re.findall(r"^## `(\w+)`$", page, re.MULTILINE))
+
+
+def test_the_messages_of_errors_are_what_is_raised() -> None:
+    page = (PAGES / "errors.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"\*\*`(.+?)`\*\*", page)
+    said = list(raised())
+    assert len(quoted) > 15
+    assert not [one for one in quoted if not any(matches(f"{one.rstrip('…')}…", words) for words in said)]
+
+
+def test_the_reasons_of_what_is_not_captured_are_what_is_said() -> None:
+    page = (PAGES.parent / "troubleshooting.md").read_text(encoding="utf-8")
+    table = page.split("\n## Could not be captured\n")[1].split("\n## ")[0]
+    quoted = re.findall(r"^\| `(.+?)` \|", table, re.MULTILINE)
+    said = list(spoken())
+    assert len(quoted) > 10
+    assert not [one for one in quoted if not any(matches(f"…{one.strip('…')}…", words) for words in said)]
 
 
 def test_each_warning_has_an_entry_and_each_entry_a_warning() -> None:
