@@ -32,6 +32,11 @@ def sources(root: Path) -> set[str]:
     }
 
 
+def in_wheel(name: str) -> str:
+    """How a wheel names a file of the source tree."""
+    return f"{PACKAGE}/{name}" if name.startswith(f"{TOP}/") else name
+
+
 def wrong_with_wheel(names: Iterable[str], expected: set[str]) -> list[str]:
     """What is amiss with the files of a wheel, a line each.
 
@@ -39,7 +44,7 @@ def wrong_with_wheel(names: Iterable[str], expected: set[str]) -> list[str]:
         names: the files in it.
         expected: of the source tree (:func:`sources`).
     """
-    inside = {f"{PACKAGE}/{name}" if name.startswith(f"{TOP}/") else name for name in expected}
+    inside = {in_wheel(name) for name in expected}
     names = list(names)
     beside = {name for name in names if name.split("/")[0].endswith(".dist-info")}
     found = [name for name in names if name not in beside]
@@ -70,3 +75,14 @@ def sdist_names(sdist: Path) -> list[str]:
     """The files and links in an sdist, less the folder that they all lie in."""
     with tarfile.open(sdist) as archive:
         return [member.name.partition("/")[2] for member in archive if not member.isdir()]
+
+
+def different(wheel: Path, root: Path) -> list[str]:
+    """The files of the source tree that a wheel does not have, or has otherwise."""
+    held = set(wheel_names(wheel))
+    with zipfile.ZipFile(wheel) as archive:
+        return sorted(
+            name
+            for name in sources(root)
+            if in_wheel(name) not in held or archive.read(in_wheel(name)) != (root / name).read_bytes()
+        )

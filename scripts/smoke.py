@@ -2,8 +2,8 @@
 
     /path/to/venv/bin/python -P scripts/smoke.py
 
-All public modules are imported, a small network trains with and without the callback, and the command line runs. The exit code is
-1, and the last line says why, where something is amiss.
+All public modules are imported, a small network trains with and without the callback, and the command line runs. If something
+is amiss the exit code is 1, and the last line says why.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import importlib.metadata
 import pkgutil
 import subprocess
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 
@@ -47,7 +46,12 @@ def trained(*callbacks: RematCallback) -> list[torch.Tensor]:
     L.seed_everything(0, verbose=False)
     data = DataLoader(TensorDataset(torch.randn(4 * 512, 64)), batch_size=512)
     network = Network()
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
     L.Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=list(callbacks), **quiet).fit(network, data)
     return [parameter.detach() for parameter in network.parameters()]
 
