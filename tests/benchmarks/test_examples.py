@@ -20,6 +20,7 @@ EXAMPLES = {
     "lightning_cli": f"fit --config {ROOT / 'examples' / 'lightning_cli' / 'config.yaml'} --trainer.max_steps=3 "
     "--trainer.callbacks.time_limit=1",
     "fabric": "--small --steps 3 --time-limit 1",
+    **dict.fromkeys(("vit", "lora", "diffusion", "speech", "gnn", "hf_loop"), "--steps 6 --time-limit 1"),
 }
 
 
