@@ -44,11 +44,20 @@ OTHERS = {
 
 HEAD = """# Examples
 
-Each makes its data itself, trains on two cores in less than a minute, and has the command for a GPU in its README. Above in each
-picture, the memory of a training step as it is; below, within the budget (dashed). Losses and parameters have the same bits.
+Each makes its data itself, trains on two cores in less than a minute, and has the command for a GPU in its README. In each
+picture, above, the memory of a training step as it is; below, within the budget (dashed), with the same bits.
 
 | example | memory of a step | peak without | with | a step without | with |
 |---|---|---|---|---|---|
+"""
+
+TAIL = """
+
+Peaks and times are measured, on the CPU; where only a share of time is given, peaks and that share are the plan's.
+`python examples/gallery.py` makes this page.
+
+Without pictures, about how things are set up:
+
 """
 
 
@@ -77,9 +86,7 @@ def page(numbers: dict[str, Any]) -> str:
     """The gallery, as Markdown."""
     rows = [_row(name, numbers[name]) for name in SHOWN if name in numbers]
     others = [f"- [{name}]({name}/README.md): {text}" for name, text in OTHERS.items()]
-    predicted = "Peaks and times are measured; where there is no time, peaks are as planned, with the time predicted to be added."
-    end = f"{predicted} `python examples/gallery.py` makes this page.\n\nWithout pictures, about how to set things up:\n\n"
-    return HEAD + "\n".join(rows) + f"\n\n{end}" + "\n".join(others) + "\n"
+    return HEAD + "\n".join(rows) + TAIL + "\n".join(others) + "\n"
 
 
 def _row(name: str, numbers: dict[str, Any]) -> str:

@@ -83,7 +83,7 @@ def interpreter(version: str) -> str | None:
 def found(have: Iterable[Path], install: Iterable[str]) -> list[Torch]:
     """The torches that are there for some Python, and those that may be installed for this one."""
     there = [
-        Torch(site.parent.name.removeprefix("python"), torch.name.split("-")[1], site)
+        Torch(site.parent.name.removeprefix("python"), torch.stem.split("-")[1], site)
         for venv in have
         for site in venv.resolve().glob("lib/python3.*/site-packages")
         for torch in site.glob("torch-*.dist-info")
