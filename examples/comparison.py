@@ -61,7 +61,7 @@ def command_line(
     """The options that these examples have in common."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", default=budget, help="a share, a size, auto or min")
-    parser.add_argument("--steps", type=int, default=steps, help="training steps")
+    parser.add_argument("--steps", type=_steps, default=steps, help="training steps")
     parser.add_argument("--large", action="store_true", help="a size for a GPU")
     parser.add_argument("--gpu", action="store_true", help="train on the CUDA device")
     parser.add_argument("--time-limit", type=float, default=5.0, help="seconds for each plan, at most")
@@ -69,6 +69,12 @@ def command_line(
         "--folder", type=Path, default=Path("lightning_logs") / name, help="for the plan and its picture"
     )
     return parser
+
+
+def _steps(text: str) -> int:
+    if int(text) < WARM_UP + 2:
+        raise argparse.ArgumentTypeError(f"give {WARM_UP + 2} or more: the first are not timed, nor is the last")
+    return int(text)
 
 
 def compare(make: Callable[[], Made], options: argparse.Namespace, repeatable_on_cuda: bool = True) -> int:
