@@ -177,6 +177,13 @@ def markdown(table: list[Row]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
+def page(table: list[Row]) -> str:
+    """What is kept with the results."""
+    tests = ", ".join(f"`tests/{one}`" for one in TESTS)
+    text = f"Written by `python -m scripts.matrix`, on the CPU. Of {tests} all tests are run that take no longer than seconds."
+    return f"# Releases that the tests ran with\n\n{text}\n\n{markdown(table)}"
+
+
 def _call(command: list[str]) -> str:
     """What a command prints."""
     return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True).stdout
@@ -198,9 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
     for row in rows(found(options.have, options.install)):
         print(" | ".join(row.cells), flush=True)
         table.append(row)
-    tests = ", ".join(f"`tests/{one}`" for one in TESTS)
-    text = f"Written by `python -m scripts.matrix`. The tests are those of {tests} that take no longer than seconds."
-    options.out.write_text(f"# Releases that the tests ran with\n\n{text}\n\n{markdown(table)}")
+        options.out.write_text(page(table))  # after each: what has run is kept, whenever it is stopped
     return 1 if any(row.counts.get("failed") or "failed" in row.note for row in table) else 0
 
 
