@@ -2,12 +2,14 @@
 #
 #   make demo       see the callback at work
 #   make test       style, types, architecture and tests, in minutes
-#   make ci         these and the long tests: all that continuous integration runs
+#   make ci         these, the packages and the long tests: all that continuous integration runs
 #   make docs       build the site in build/docs, and look at it in a browser
 #
 # and `make check`, the first three of those checks, in seconds; `make quick ARGS=tests/solvers`, the tests of one room;
-# `make benchmark`, which compares with other ways of saving memory; `make papers`, which prints the papers' tables beside ours.
-# The first of them creates .venv and installs everything into it; later ones do not install again.
+# `make benchmark`, which compares with other ways of saving memory; `make papers`, which prints the papers' tables beside ours;
+# `make dist`, which builds the wheel and the sdist and tries them (ARGS=--full: each alone, with all that it asks for).
+# The first of them creates .venv. `make demo` installs into it what the demo needs, every other one what all of them need;
+# later ones do not install again.
 #
 #   PYTHON=python3.12        the interpreter that .venv is made with
 #   TORCH='torch==2.12.*'    the torch to install (a plain `torch` may bring gigabytes of CUDA libraries along)
@@ -27,9 +29,9 @@ ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 
-.PHONY: demo check test quick ci docs benchmark papers format install clean FORCE
+.PHONY: demo check test quick ci docs dist benchmark papers format install clean FORCE
 
-demo: install
+demo: $(VENV)/.demo
 	$(BIN)/python $(DEMO) $(ARGS)
 
 check: install
@@ -44,12 +46,16 @@ quick: install
 	$(BIN)/python -m pytest -m "not long and not slow and not gpu" -n $(WORKERS) --dist worksteal $(ARGS)
 
 ci: check
+	$(BIN)/python -m scripts.dist
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist worksteal $(ARGS)
 
 docs: install
 	rm -rf build/docs
 	$(BIN)/python -m pytest tests/docs/test_site.py $(ARGS)
 	@echo "the site: build/docs/index.html; pictures of four pages: build/docs-screenshots"
+
+dist: install
+	$(BIN)/python -m scripts.dist $(ARGS)
 
 benchmark: install
 	$(BIN)/python benchmarks/peers.py $(ARGS)
@@ -88,9 +94,15 @@ $(VENV)/.torch: $(VENV)/.torch-requirement
 	$(PIP) '$(TORCH)'
 	@touch $@
 
+# What a user installs, with the pictures and the report.
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	@echo "installing the project"
+	$(PIP) --editable '.[pictures,report]'
+	@touch $@
+
 # pytorchcv asks for torchvision, which it needs for none of the networks used here.
 $(VENV)/.installed: $(VENV)/.torch $(VENV)/.transformers-requirement pyproject.toml
 	@echo "installing the project and its tools"
 	$(PIP) --editable '.[dev]' '$(TRANSFORMERS)'
 	$(PIP) --no-deps pytorchcv
-	@touch $@
+	@touch $(VENV)/.demo $@

@@ -32,6 +32,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 from typing_extensions import override
 
+from lightning_remat import Plan
 from lightning_remat.callbacks import RematCallback
 from lightning_remat.measure import PeakMemory, held_bytes, track_peak
 from lightning_remat.report import format_bytes, format_seconds
@@ -152,7 +153,8 @@ class StandardLibrary(Dataset[torch.Tensor]):
 class Observer(Callback):
     """Notes the loss and the time of every step, and the peak memory of one."""
 
-    def __init__(self) -> None:
+    def __init__(self, measured_step: int = MEASURED_STEP) -> None:
+        self.measured_step = measured_step
         self.losses: list[torch.Tensor] = []
         self.seconds: list[float] = []
         self.peak_bytes: int | None = None
@@ -165,7 +167,7 @@ class Observer(Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if len(self.losses) == MEASURED_STEP:
+        if len(self.losses) == self.measured_step:
             device = pl_module.device
             self._held = held_bytes(pl_module, trainer.optimizers, batch, gradients=True, device=device)
             self._tracking = track_peak(device)
@@ -188,7 +190,7 @@ class Observer(Callback):
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What one run left, and what its plan had said (``None`` without the callback)."""
+    """What one run left, and what its plan had said (``None`` without the callback) and draws."""
 
     name: str
     losses: list[torch.Tensor]
@@ -197,6 +199,7 @@ class Result:
     peak_bytes: int | None
     budget_bytes: int | None
     predicted_bytes: int | None
+    pictures: tuple[Path, ...] = ()
 
     @property
     def over_budget(self) -> bool:
@@ -244,7 +247,16 @@ def train(budget: float | None, size: Size, steps: int, time_limit: float, folde
         peak_bytes=observer.peak_bytes,
         budget_bytes=plan.budget_bytes if plan is not None else None,
         predicted_bytes=plan.predicted_peak_bytes if plan is not None else None,
+        pictures=pictures(plan, folder) if plan is not None else (),
     )
+
+
+def pictures(plan: Plan, folder: Path) -> tuple[Path, ...]:
+    """The picture that the callback has drawn of a plan, and the page that a browser shows."""
+    page = folder / "remat" / "report.html"
+    if hasattr(plan, "report"):
+        plan.report(page)
+    return tuple(path for path in (folder / "remat" / "plan-1.png", page) if path.exists())
 
 
 def comparison(results: list[Result], title: str) -> Table:
@@ -275,7 +287,7 @@ def _size(nbytes: int | None) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Train, compare, print; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30, help="training steps of each run")
+    parser.add_argument("--steps", type=int, default=20, help="training steps of each run")
     parser.add_argument("--time-limit", type=float, default=30.0, help="seconds for each plan, at most")
     parser.add_argument("--small", action="store_true", help="a tiny model, for a quick look")
     parser.add_argument("--gpu", action="store_true", help="train on the CUDA device")
@@ -305,7 +317,8 @@ def main(arguments: list[str] | None = None) -> int:
     parameters = sum(one.numel() for one in results[0].parameters.values())
     title = f"A GPT of {size.layers} layers, width {size.width}, on {size.batch} x {size.length} bytes of Python source code"
     console.print(comparison(results, f"{title} ({parameters:,} parameters)"))
-    console.print(f"memory timelines: {options.folder}/budget-*/remat/plan-1.png", markup=False, soft_wrap=True)
+    for path in (path for result in results for path in result.pictures):
+        console.print(f"{'picture' if path.suffix == '.png' else 'report'}: {path}", markup=False, soft_wrap=True)
     right = all(result.equals(results[0]) and not result.over_budget for result in results[1:])
     if not right:
         console.print("Something differs, or is over its budget: see the table.", style="red")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +22,7 @@ EXAMPLES = {
     "lightning_cli": f"fit --config {ROOT / 'examples' / 'lightning_cli' / 'config.yaml'} --trainer.max_steps=3 "
     "--trainer.callbacks.time_limit=1",
     "fabric": "--small --steps 3 --time-limit 1",
+    **dict.fromkeys(("vit", "lora", "diffusion", "speech", "gnn", "hf_loop"), "--steps 6 --time-limit 1"),
 }
 
 
@@ -41,3 +44,20 @@ def test_every_example_is_run_and_has_a_readme() -> None:
     folders = [folder for folder in (ROOT / "examples").iterdir() if (folder / "train.py").exists()]
     assert {folder.name for folder in folders} == {"byte_gpt", *EXAMPLES}  # byte_gpt is run in test_benchmarks
     assert all((folder / "README.md").exists() for folder in folders)
+
+
+def test_the_gallery_is_what_its_numbers_say() -> None:
+    gallery = runpy.run_path(str(ROOT / "examples" / "gallery.py"))
+    numbers = json.loads(gallery["NUMBERS"].read_text())
+    assert (ROOT / "examples" / "README.md").read_text() == gallery["page"](numbers)
+    assert set(numbers) == set(gallery["SHOWN"])
+    assert set(gallery["SHOWN"]) | set(gallery["OTHERS"]) == {"byte_gpt", *EXAMPLES}
+    assert all(one["with"]["peak_bytes"] < one["without"]["peak_bytes"] for one in numbers.values())
+    assert all(one.get("equal", True) for one in numbers.values())
+
+
+def test_the_gallery_has_a_small_picture_of_each() -> None:
+    gallery = runpy.run_path(str(ROOT / "examples" / "gallery.py"))
+    sizes = {path.stem: path.stat().st_size for path in gallery["PICTURES"].glob("*.png")}
+    assert set(sizes) == set(gallery["SHOWN"])
+    assert max(sizes.values()) < 60_000

@@ -1,0 +1,119 @@
+"""Runs the examples in their short forms, on the CPU, and writes the gallery: `examples/README.md` and its pictures.
+
+python examples/gallery.py                 all of them: minutes on two cores
+python examples/gallery.py --only gnn vit  these again; the numbers of the others stay
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from lightning_remat import Plan
+from lightning_remat.report import format_bytes, format_seconds, timeline_figure
+
+EXAMPLES = Path(__file__).resolve().parent
+PICTURES = EXAMPLES / "pictures"
+NUMBERS = PICTURES / "numbers.json"
+
+SHOWN = {
+    "byte_gpt": ("A GPT on source code", "what `make demo` runs: three budgets, compared", ""),
+    "lora": ("LoRA", "a frozen language model with adapters: activations are nearly all there is", ""),
+    "vit": ("Vision Transformer", "classification with a model of transformers", ""),
+    "segmentation": ("Segmentation", "a U-Net with batch norm on a whole photograph", "--size 256 --width 8 --steps 6"),
+    "diffusion": ("Diffusion", "a U-Net told the time; noise drawn in the step", ""),
+    "speech": ("Speech", "CTC on waves of several lengths, each with its plan", ""),
+    "gnn": ("Graph network", "messages along many edges", ""),
+    "hf_loop": ("HF Trainer's loop", "with Fabric: accumulation, clipping, a schedule", ""),
+    "ddp": ("DDP", "two processes, gradient buckets counted", "--small"),
+    "fsdp2": ("FSDP2", "two processes, a shard of all in each", "--small"),
+}
+"""Each example's name, what it shows, and the options of its short form."""
+
+OTHERS = {
+    "fabric": "Fabric in the fewest lines",
+    "batch_size_finder": "the largest batch that fits",
+    "hydra": "the callback in a file of Hydra's",
+    "lightning_cli": "the callback in a file of LightningCLI's",
+}
+
+HEAD = """# Examples
+
+Each makes its data itself, trains on two cores in less than a minute, and has the command for a GPU in its README. In each
+picture, above, the memory of a training step as it is; below, within the budget (dashed), with the same bits.
+
+| example | memory of a step | peak without | with | a step without | with |
+|---|---|---|---|---|---|
+"""
+
+TAIL = """
+
+Peaks and times are measured, on the CPU; where only a share of time is given, peaks and that share are the plan's.
+`python examples/gallery.py` makes this page.
+
+Without pictures, about how things are set up:
+
+"""
+
+
+def run(name: str) -> dict[str, Any]:
+    """Run an example, draw its first plan, and return its numbers."""
+    options = SHOWN[name][2].split()
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, str(EXAMPLES / name / "train.py"), *options], cwd=folder, check=True)
+        plan = Plan.load(sorted(Path(folder).rglob("remat/plan-1.json"))[0])
+        results = list(Path(folder).rglob("result.json"))
+        numbers: dict[str, Any] = json.loads(results[0].read_text()) if results else {}
+    boundaries = (plan.baseline_schedule().boundary, plan.schedule.boundary)
+    figure = timeline_figure(
+        plan.graph, plan.baseline_timeline(), plan.timeline(), plan.budget_bytes, SHOWN[name][0], boundaries
+    )
+    figure.set_size_inches(7.2, 4.8)
+    figure.savefig(PICTURES / f"{name}.png", dpi=75)
+    return numbers or {
+        "without": {"peak_bytes": plan.baseline_peak_bytes},
+        "with": {"peak_bytes": plan.predicted_peak_bytes},
+        "overhead": plan.overhead,
+    }
+
+
+def page(numbers: dict[str, Any]) -> str:
+    """The gallery, as Markdown."""
+    rows = [_row(name, numbers[name]) for name in SHOWN if name in numbers]
+    others = [f"- [{name}]({name}/README.md): {text}" for name, text in OTHERS.items()]
+    return HEAD + "\n".join(rows) + TAIL + "\n".join(others) + "\n"
+
+
+def _row(name: str, numbers: dict[str, Any]) -> str:
+    title, text, _ = SHOWN[name]
+    without, planned = numbers["without"], numbers["with"]
+    times = [format_seconds(one["step_seconds"]) if "step_seconds" in one else "" for one in (without, planned)]
+    if "overhead" in numbers:
+        times[1] = f"{numbers['overhead']:+.1%}"
+    peaks = [format_bytes(one["peak_bytes"]) for one in (without, planned)]
+    picture = f"![memory of a step, before and after](pictures/{name}.png)"
+    return f"| [{title}]({name}/README.md): {text} | {picture} | {' | '.join([*peaks, *times])} |"
+
+
+def main() -> int:
+    """Run, draw, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=SHOWN, default=list(SHOWN), help="these alone")
+    options = parser.parse_args()
+    PICTURES.mkdir(exist_ok=True)
+    numbers = json.loads(NUMBERS.read_text()) if NUMBERS.exists() else {}
+    for name in options.only:
+        print(name, flush=True)
+        numbers[name] = run(name)
+        NUMBERS.write_text(json.dumps(numbers, indent=1, sort_keys=True) + "\n")
+        (EXAMPLES / "README.md").write_text(page(numbers))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
