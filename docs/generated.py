@@ -34,6 +34,7 @@ RESULTS = {
     "benchmarks/results/devices-h100.md": "Many devices, simulated",
     "benchmarks/results/fused-cpu.md": "Ops in one kernel",
     "benchmarks/results/launches-cpu.md": "What a step costs in Python",
+    "benchmarks/results/matrix-cpu.md": "Releases that the tests ran with",
     "benchmarks/results/offload-h100.md": "Tensors on the host",
 }
 """Tables that benchmarks have written, and the titles of their pages."""

@@ -173,8 +173,9 @@ def _in_slices(plan: Planned, replay: Replay, moment: Moment) -> Change | None:
         return None
     targets = " and ".join(sorted({ops[one.op].target for one in at}))
     return Change(
-        f'Compute in slices what can be (tiling="exact", for training; a graph file is solved as it is): results of {targets} '
-        f"take {format_bytes(nbytes)} of the peak, {nbytes / moment.nbytes:.0%}.",
+        f"Compute losses in slices, with the same bits: results of {targets} take {format_bytes(nbytes)} of the peak, "
+        f'{nbytes / moment.nbytes:.0%}. (In training tiling="exact", the default, does so where that is cheaper, and '
+        'tiling="losses" in any case; a graph file is solved as it is.)',
         nbytes / moment.nbytes,
     )
 

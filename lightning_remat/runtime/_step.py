@@ -339,7 +339,7 @@ class ScheduledStep:
 
     @property
     def waits(self) -> bool:
-        """Whether a part of the last call ran as before, and is captured in the next one (see docs/howto/devices.md)."""
+        """Whether a part of the last call ran as before, and is captured in the next one (see docs/distributed.md)."""
         return self._captures.waits
 
     @property
