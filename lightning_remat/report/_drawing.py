@@ -35,8 +35,7 @@ def embedded(drawings: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
     bokeh = _bokeh()
     resources = bokeh.resources.Resources(mode="inline", components=["bokeh"])
     script, elements = bokeh.embed.components(dict(drawings), wrap_script=False)
-    # The data are JSON in a script: a "</script>" in a name must not end it.
-    return [*resources.js_raw, script.replace("</", "<\\/")], dict(elements)
+    return [*resources.js_raw, script], dict(elements)
 
 
 class Scale:

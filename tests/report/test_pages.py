@@ -17,9 +17,10 @@ from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner import Plan
 from lightning_remat.report import TradePoint, analyse, compared_page, format_bytes, report_page
 from tests.helpers.browser import browser
-from tests.helpers.plans import plan_by_blocks, small_transformer
+from tests.helpers.graphs import unit_chain
+from tests.helpers.plans import plan_by_blocks, plan_of, small_transformer
 
-HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+HOSTILE = "<!--<script></script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
 WIDTHS = (1280, 390)
 MOST_BYTES = 3_000_000
 
@@ -130,6 +131,17 @@ def test_names_are_shown_and_never_run(plan: Plan, chromium: Any, tmp_path: Path
             assert HOSTILE in page.point_at(which, 0.4).replace("\n", "")
         assert page.page.title() != "owned" and page.page.locator("img").count() == 0
         page.holds()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("graph", [ComputationGraph((), (), ()), unit_chain(3).with_costs([0.0] * 7)])
+def test_steps_without_times_and_without_ops(graph: ComputationGraph, chromium: Any, tmp_path: Path) -> None:
+    path = tmp_path / "plan.html"
+    plan_of(graph, "min").report(path, curve_seconds=1.0)
+    page = opened(chromium, path)
+    assert page.page.locator(".bk-Figure").count() == 3
+    assert "No times are known" in page.page.locator("main").inner_text()
+    page.holds()
 
 
 def test_the_numbers_on_a_page_are_the_plan_s(plan: Plan) -> None:
