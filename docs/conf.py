@@ -58,6 +58,7 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
 html_copy_source = False
+html_show_search_summary = False
 pygments_style = "friendly"
 copybutton_exclude = ".linenos, .gp, .go"
 
