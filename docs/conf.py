@@ -27,7 +27,7 @@ exclude_patterns = ["generated/options.md", "generated/commands.md", "generated/
 """What pages include is no page itself."""
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
-suppress_warnings = ["myst.header"]
+suppress_warnings = ["myst.header", "toc.empty_glob"]
 default_role = "code"
 
 autodoc_member_order = "bysource"
@@ -58,6 +58,7 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
 html_copy_source = False
+html_show_search_summary = False
 pygments_style = "friendly"
 copybutton_exclude = ".linenos, .gp, .go"
 

@@ -29,6 +29,7 @@ LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 """The target of a Markdown link, and its anchor."""
 
 RESULTS = {
+<<<<<<< HEAD
     "benchmarks/results/gpu/README.md": "On a GPU",
     "benchmarks/results/ddp-cpu.md": "DDP on two processes",
     "benchmarks/results/devices-h100.md": "Many devices, simulated",
@@ -36,8 +37,16 @@ RESULTS = {
     "benchmarks/results/launches-cpu.md": "What a step costs in Python",
     "benchmarks/results/matrix-cpu.md": "Releases that the tests ran with",
     "benchmarks/results/offload-h100.md": "Tensors on the host",
+=======
+    "gpu": "On a GPU",
+    "ddp-cpu": "DDP on two processes",
+    "devices-h100": "Many devices, simulated",
+    "fused-cpu": "Ops in one kernel",
+    "launches-cpu": "What a step costs in Python",
+    "offload-h100": "Tensors on the host",
+>>>>>>> 6e92deffb68f61c784832cf89eea94d0c1be9c16
 }
-"""Tables that benchmarks have written, and the titles of their pages."""
+"""Titles of tables that benchmarks have written, where these have none; others go by their file's name."""
 
 PAPERS = ("checkmate", "kumar", "kusumoto", "hiremate", "offload")
 """Scripts of `benchmarks/papers`, each with its results beside the paper's."""
@@ -45,7 +54,8 @@ PAPERS = ("checkmate", "kumar", "kusumoto", "hiremate", "offload")
 
 def site_pages() -> dict[Path, str]:
     """Files of the repository outside of `docs/` that have a page, and its name."""
-    pages = {ROOT / file: f"generated/results/{_name(ROOT / file)}" for file in RESULTS}
+    results = sorted((ROOT / "benchmarks" / "results").rglob("*.md"))
+    pages = {file: f"generated/results/{_name(file)}" for file in results}
     for page in sorted((ROOT / "examples").glob("*/README.md")):
         pages[page] = f"generated/examples/{page.parent.name}"
     if (gallery := ROOT / "examples" / "README.md").exists():
@@ -81,12 +91,13 @@ def rewritten(text: str, page: str, source: Path | None = None) -> str:
         return os.path.relpath(aim, place) + anchor
 
     with_links = LINK.sub(led, text)
-    return re.sub(r"(?<!!)\[([^\]]*)\]\(([^)#]+)\)", lambda link: _without_folder(link, place), with_links)
+    return re.sub(r"(?<!!)\[([^\]]*)\]\(([^)#]+)\)", lambda link: _without_dead_end(link, place), with_links)
 
 
-def _without_folder(link: re.Match[str], place: Path) -> str:
-    """A link as it is, or its text alone where it leads to a folder, of which a site has no page."""
-    return link[1] if (place / link[2]).is_dir() else link[0]
+def _without_dead_end(link: re.Match[str], place: Path) -> str:
+    """A link as it is, or its text alone where it leads to a folder, or to Markdown that has no page."""
+    aim = Path(os.path.normpath(place / link[2]))
+    return link[1] if aim.is_dir() or (aim.suffix == ".md" and aim.exists() and DOCS not in aim.parents) else link[0]
 
 
 def write_pages(folder: Path) -> None:
@@ -108,9 +119,8 @@ def _pages() -> Iterator[tuple[str, str]]:
         if name == page:
             continue
         text = rewritten(source.read_text(encoding="utf-8"), page, source)
-        title = RESULTS.get(source.relative_to(ROOT).as_posix())
-        if title and not text.startswith("# "):
-            text = f"# {title}\n\n{text}"
+        if name.startswith("results/") and not text.startswith("# "):
+            text = f"# {RESULTS.get(_name(source), _name(source))}\n\n{text}"
         elif (source.parent / "train.py").exists():
             text += _code(source.parent)
         yield name, text
