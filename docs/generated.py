@@ -29,22 +29,12 @@ LINK = re.compile(r"(?<=\]\()(?!https?:|mailto:|#)([^)#\s]+)(#[^)\s]*)?(?=\))")
 """The target of a Markdown link, and its anchor."""
 
 RESULTS = {
-<<<<<<< HEAD
-    "benchmarks/results/gpu/README.md": "On a GPU",
-    "benchmarks/results/ddp-cpu.md": "DDP on two processes",
-    "benchmarks/results/devices-h100.md": "Many devices, simulated",
-    "benchmarks/results/fused-cpu.md": "Ops in one kernel",
-    "benchmarks/results/launches-cpu.md": "What a step costs in Python",
-    "benchmarks/results/matrix-cpu.md": "Releases that the tests ran with",
-    "benchmarks/results/offload-h100.md": "Tensors on the host",
-=======
     "gpu": "On a GPU",
     "ddp-cpu": "DDP on two processes",
     "devices-h100": "Many devices, simulated",
     "fused-cpu": "Ops in one kernel",
     "launches-cpu": "What a step costs in Python",
     "offload-h100": "Tensors on the host",
->>>>>>> 6e92deffb68f61c784832cf89eea94d0c1be9c16
 }
 """Titles of tables that benchmarks have written, where these have none; others go by their file's name."""
 
