@@ -27,7 +27,7 @@ exclude_patterns = ["generated/options.md", "generated/commands.md", "generated/
 """What pages include is no page itself."""
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
-suppress_warnings = ["myst.header", "toc.empty_glob"]
+suppress_warnings = ["myst.header"]
 default_role = "code"
 
 autodoc_member_order = "bysource"

@@ -49,7 +49,7 @@ def site_pages() -> dict[Path, str]:
     for page in sorted((ROOT / "examples").glob("*/README.md")):
         pages[page] = f"generated/examples/{page.parent.name}"
     if (gallery := ROOT / "examples" / "README.md").exists():
-        pages[gallery] = "generated/examples/gallery"
+        pages[gallery] = "generated/examples/all"  # the first by name
     pages[ROOT / "CONTRIBUTING.md"] = "generated/contributing"
     pages[ROOT / "CHANGELOG.md"] = "generated/changelog"
     pages[ROOT / "README.md"] = "index"
