@@ -147,30 +147,16 @@ def _parser() -> argparse.ArgumentParser:
     many.add_argument("--budget", required=True, help=BUDGET)
     many.add_argument("--methods", nargs="+", metavar="METHOD", help="by default all")
 
-    looking = argparse.ArgumentParser(add_help=False)
-    looking.add_argument("--budget", help=f"of a graph file, which is planned first: {BUDGET}")
-    looking.add_argument("--no-curve", action="store_true", help="leave out what the step costs at other budgets")
-    looking.add_argument(
-        "--time-limit", type=float, default=10.0, metavar="SECONDS", help="for other budgets (%(default)g)"
-    )
-    for name, command, help_ in (
-        ("report", _report, "make a page about a plan: one HTML file, or compare two plans on one"),
-        ("explain", _explain, "say in words what sets the peak of a plan, module by module, and what would help most"),
-    ):
-        about = commands.add_parser(
-            name, parents=[looking, shared], help=help_, description=f"{help_[0].upper()}{help_[1:]}."
-        )
-        about.set_defaults(command=command)
-        about.add_argument(
-            "plan",
-            type=Path,
-            nargs="?" if name == "report" else None,
-            metavar="PLAN",
-            help="a plan file, or a graph file",
-        )
-        if name == "report":
-            about.add_argument("-o", "--out", type=Path, help="the page (by default beside the plan)")
-            about.add_argument("--diff", type=Path, nargs=2, metavar=("A", "B"), help="two plan files to compare")
+    report = add("report", _report, "make a page about a plan, or compare two plans on one: an HTML file")
+    report.add_argument("plan", type=Path, nargs="?", metavar="PLAN", help=_PLAN)
+    report.add_argument("-o", "--out", type=Path, help="the page (by default beside the plan)")
+    report.add_argument("--diff", type=Path, nargs=2, metavar=("A", "B"), help="two plan files to compare")
+    explain = add("explain", _explain, "say what sets the peak of a plan, module by module, and what would help most")
+    explain.add_argument("plan", type=Path, metavar="PLAN", help=_PLAN)
+    for about in (report, explain):
+        about.add_argument("--budget", help=f"of a graph file: {BUDGET}")
+        about.add_argument("--no-curve", action="store_true", help="leave out what the step costs at other budgets")
+        about.add_argument("--time-limit", type=float, default=10.0, metavar="SECONDS", help="of a solve (%(default)g)")
 
     curve = add_solving("curve", _curve, "run methods over many budgets: what memory costs in time")
     curve.add_argument("--methods", nargs="+", metavar="METHOD", default=["auto"], help="by default auto")
@@ -192,6 +178,8 @@ _COST = (
     "what ops cost: roofline (%(default)s; estimated), roofline:DEVICE (such as roofline:A100-80), flops, unit, or profile "
     "(measured on the device). With flops and unit, what the tables call time is FLOPs and numbers of ops"
 )
+
+_PLAN = "a plan file, or a graph file, which is planned first"
 
 PRECISIONS = ("64-true", "32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")
 """Precisions of a check, as Lightning names them."""
@@ -362,15 +350,14 @@ def _report(given: argparse.Namespace, console: Console) -> None:
 
     if (given.plan is None) == (given.diff is None):
         raise ConfigError("report: give a plan file, or --diff with two of them")
+    out: Path = given.out or (given.plan or given.diff[1]).with_suffix(".html" if given.plan else ".diff.html")
     with Progress() as progress:
         if given.diff is not None:
-            out: Path = given.out or given.diff[1].with_suffix(".diff.html")
             progress("comparing the plans")
             compare(given.diff[0], given.diff[1], out)
         else:
-            out = given.out or given.plan.with_suffix(".html")
             plan = plan_of(given.plan, given.budget, given.time_limit, progress)
-            progress("looking at other budgets" if not given.no_curve else "drawing")
+            progress("drawing" if given.no_curve else "looking at other budgets")
             plan.report(out, curve_seconds=0 if given.no_curve else given.time_limit)
     _lines(console, f"saved to {out}")
 

@@ -1,8 +1,8 @@
 """What a person reads: sizes and times in words, tables, pictures of memory over time, and pages about plans.
 
 * ``_units``: bytes and seconds in words. ``_plan_table``: plans, one a row. ``_timeline_figure``, ``_curve_figure``: pictures.
-* ``_analysis``: all that is said of a plan, computed once, of ``_replay`` (what is held when, and why), ``_modules`` and
-  ``_changes`` (what would help); ``_subject`` is what is read of a plan.
+* ``_analysis``: all that is said of a plan, computed once, of ``_replay`` (what is held when, and why), ``_course`` (that
+  over time), ``_modules`` and ``_changes`` (what would help); ``_subject`` is what is read of a plan.
 * ``_page`` makes a page of that, ``_compared`` one of two plans, ``_explain`` words, ``_notebook`` what a notebook shows.
   ``_html`` has the pieces of pages, and ``_drawing`` is all that knows Bokeh.
 """

@@ -9,8 +9,9 @@ from enum import Enum
 
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.report._changes import Change, TradePoint, changes, loss_head
+from lightning_remat.report._course import Course, course
 from lightning_remat.report._modules import Groups, ModuleRow, module_rows
-from lightning_remat.report._replay import BESIDE, KEPT, OLD, OUTSIDE, PASSING, Course, Held, Moment, Replay, course
+from lightning_remat.report._replay import BESIDE, KEPT, OLD, OUTSIDE, PASSING, Held, Moment, Replay
 from lightning_remat.report._subject import Planned
 from lightning_remat.report._units import format_bytes, format_seconds
 from lightning_remat.schedule import Schedule

@@ -85,8 +85,8 @@ def _numbers(one: Analysis, other: Analysis, names: tuple[str, str]) -> str:
         ("computed again", lambda a: a.again_seconds),
     ]
     rows += [(name, one.cost(of(one)), other.cost(of(other)), _percent(of(one), of(other))) for name, of in times]
-    rows.append(("solver", f"{one.solver} ({one.status})", f"{other.solver} ({other.status})", ""))
-    return section("In numbers", table(["", *names, "difference"], rows))
+    found = (f"{name}: {at.solver} ({at.status})" for name, at in zip(names, (one, other), strict=True))
+    return section("In numbers", table(["", *names, "difference"], rows), about=f"By solvers: {', '.join(found)}.")
 
 
 def _modules(one: Analysis, other: Analysis, names: tuple[str, str]) -> str:

@@ -9,8 +9,8 @@ import numpy as np
 
 from lightning_remat.errors import RematError
 from lightning_remat.report._analysis import Analysis
+from lightning_remat.report._course import Course
 from lightning_remat.report._html import text
-from lightning_remat.report._replay import Course
 from lightning_remat.report._units import byte_unit, format_bytes, time_unit
 
 BEFORE, AFTER, BUDGET, BACKWARD = "#6b7280", "#0072b2", "#d55e00", "#f6f0e2"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lightning_remat.report._analysis import Analysis
+from lightning_remat.report._course import Course
 from lightning_remat.report._html import text
-from lightning_remat.report._replay import Course
 from lightning_remat.report._units import format_bytes
 
 WIDTH, HEIGHT, POINTS = 560, 120, 200

@@ -11,8 +11,9 @@ import pytest
 from lightning_remat.graph import ComputationGraph, Host
 from lightning_remat.planner import Plan
 from lightning_remat.report import Analysis, TradePoint, analyse, format_bytes, report_page
+from lightning_remat.report._course import course
 from lightning_remat.report._modules import Groups
-from lightning_remat.report._replay import Replay, course
+from lightning_remat.report._replay import Replay
 from lightning_remat.schedule import Compute, simulate
 from lightning_remat.solvers import Problem
 from tests.helpers.graphs import random_graph
