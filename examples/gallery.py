@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_remat import Plan
-from lightning_remat.report import format_bytes, format_seconds, timeline_figure
+from lightning_remat.report import format_bytes, timeline_figure
 
 EXAMPLES = Path(__file__).resolve().parent
 PICTURES = EXAMPLES / "pictures"
@@ -47,14 +47,14 @@ HEAD = """# Examples
 Each makes its data itself, trains on two cores in less than a minute, and has the command for a GPU in its README. In each
 picture, above, the memory of a training step as it is; below, within the budget (dashed), with the same bits.
 
-| example | memory of a step | peak without | with | a step without | with |
-|---|---|---|---|---|---|
+| example | memory of a step | peak without | with | time added |
+|---|---|---|---|---|
 """
 
 TAIL = """
 
-Peaks and times are measured, on the CPU; where only a share of time is given, peaks and that share are the plan's.
-`python examples/gallery.py` makes this page.
+On the CPU. Peaks with a star are measured; others, and the time that is added, are the plan's. As it is, a step takes a little
+more than its picture shows, since eager mode writes less in place. `python examples/gallery.py` makes this page.
 
 Without pictures, about how things are set up:
 
@@ -75,9 +75,11 @@ def run(name: str) -> dict[str, Any]:
     )
     figure.set_size_inches(7.2, 4.8)
     figure.savefig(PICTURES / f"{name}.png", dpi=75)
-    return numbers or {
-        "without": {"peak_bytes": plan.baseline_peak_bytes},
-        "with": {"peak_bytes": plan.predicted_peak_bytes},
+    return {
+        "without": numbers["without"]["peak_bytes"] if numbers else plan.baseline_peak_bytes,
+        "with": numbers["with"]["peak_bytes"] if numbers else plan.predicted_peak_bytes,
+        "measured": bool(numbers),
+        "equal": numbers.get("equal", True),
         "overhead": plan.overhead,
     }
 
@@ -91,13 +93,10 @@ def page(numbers: dict[str, Any]) -> str:
 
 def _row(name: str, numbers: dict[str, Any]) -> str:
     title, text, _ = SHOWN[name]
-    without, planned = numbers["without"], numbers["with"]
-    times = [format_seconds(one["step_seconds"]) if "step_seconds" in one else "" for one in (without, planned)]
-    if "overhead" in numbers:
-        times[1] = f"{numbers['overhead']:+.1%}"
-    peaks = [format_bytes(one["peak_bytes"]) for one in (without, planned)]
+    star = "*" if numbers["measured"] else ""
+    peaks = [f"{format_bytes(numbers[one])}{star}" for one in ("without", "with")]
     picture = f"![memory of a step, before and after](pictures/{name}.png)"
-    return f"| [{title}]({name}/README.md): {text} | {picture} | {' | '.join([*peaks, *times])} |"
+    return f"| [{title}]({name}/README.md): {text} | {picture} | {' | '.join(peaks)} | {numbers['overhead']:+.1%} |"
 
 
 def main() -> int:
