@@ -62,13 +62,14 @@ Without pictures, about how things are set up:
 
 
 def run(name: str) -> dict[str, Any]:
-    """Run an example, draw its first plan, and return its numbers."""
+    """Run an example, draw its plan (of several, the largest step's), and return its numbers."""
     options = SHOWN[name][2].split()
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, str(EXAMPLES / name / "train.py"), *options], cwd=folder, check=True)
-        plan = Plan.load(sorted(Path(folder).rglob("remat/plan-1.json"))[0])
+        plans = [Plan.load(path) for path in sorted(Path(folder).rglob("remat/plan-*.json"))]
         results = list(Path(folder).rglob("result.json"))
         numbers: dict[str, Any] = json.loads(results[0].read_text()) if results else {}
+    plan = max(plans, key=lambda one: one.baseline_peak_bytes)
     boundaries = (plan.baseline_schedule().boundary, plan.schedule.boundary)
     figure = timeline_figure(
         plan.graph, plan.baseline_timeline(), plan.timeline(), plan.budget_bytes, SHOWN[name][0], boundaries
