@@ -31,11 +31,11 @@ SHOWN = {
     "gnn": ("Graph network", "messages along many edges", ""),
     "hf_loop": ("HF Trainer's loop", "with Fabric: accumulation, clipping, a schedule", ""),
     "ddp": ("DDP", "two processes, gradient buckets counted", "--small"),
-    "fsdp2": ("FSDP2", "two processes, a shard of all in each", "--small"),
 }
 """Each example's name, what it shows, and the options of its short form."""
 
 OTHERS = {
+    "fsdp2": "FSDP2: a shard of all in each process, and a plan for each unit, within one budget",
     "fabric": "Fabric in the fewest lines",
     "batch_size_finder": "the largest batch that fits",
     "hydra": "the callback in a file of Hydra's",
@@ -56,7 +56,7 @@ TAIL = """
 On the CPU. Peaks with a star are measured; others, and the time that is added, are the plan's. As it is, a step takes a little
 more than its picture shows, since eager mode writes less in place. `python examples/gallery.py` makes this page.
 
-Without pictures, about how things are set up:
+Without a picture of one step:
 
 """
 
