@@ -111,6 +111,7 @@ def rematerialize(
     budget: Any = "auto",
     *,
     old_gradients: bool = True,
+    accumulating: bool = False,
     resident_bytes: int = 0,
     **options: Any,
 ) -> Rematerialized:
@@ -129,6 +130,8 @@ def rematerialize(
             optimizer's state, which this function does not know: give its size as ``resident_bytes``.
         old_gradients: whether the gradients of the previous step are still there while the forward runs (``zero_grad``
             comes after the forward, as in Lightning, or not at all); ``False`` where they are dropped before.
+        accumulating: whether they are still there in the backward, too, where the new ones are added to them: several backwards
+            before a ``zero_grad``, or ``zero_grad(set_to_none=False)``. Both are counted then.
         resident_bytes: bytes that something else (an optimizer's state, say) holds on the device; they count in the
             budget.
         **options: fields of `RematConfig`: ``solver``, ``time_limit``, ``solver_options``, ``cost_model``, ``margin``,
@@ -175,13 +178,19 @@ def rematerialize(
             module_bytes=held_bytes(*modules, device=device),
             trainable_bytes=held_bytes(trainable, device=device),
             resident_bytes=resident_bytes,
-            old_gradients=old_gradients,
+            old_gradients=old_gradients or accumulating,
+            accumulating=accumulating,
             held_bytes=held_bytes(*modules, gradients=True, device=device) + resident_bytes,
         )
         return with_shards(around, modules, device)
 
     step = ScheduledStep(function, config, surroundings=surroundings, name=name, shared=True)
     again = functools.partial(
-        rematerialize, budget=budget, old_gradients=old_gradients, resident_bytes=resident_bytes, **options
+        rematerialize,
+        budget=budget,
+        old_gradients=old_gradients,
+        accumulating=accumulating,
+        resident_bytes=resident_bytes,
+        **options,
     )
     return Rematerialized(step, module_or_function, again)

@@ -59,9 +59,9 @@ def train(options: argparse.Namespace, planned: bool) -> tuple[Result, Plan | No
 
     step = loss_of
     if planned:
-        # AdamW keeps two numbers a weight, and gradients that others are added to are held beside these.
-        held_besides = 3 * sum(one.nbytes for one in network.parameters())
-        step = rematerialize(loss_of, budget=options.budget, time_limit=options.time_limit, resident_bytes=held_besides)
+        state = 2 * sum(one.nbytes for one in network.parameters())  # AdamW's moments
+        budget, limit = options.budget, options.time_limit
+        step = rematerialize(loss_of, budget=budget, time_limit=limit, resident_bytes=state, accumulating=True)
     batches: Iterator[dict[str, torch.Tensor]] = iter(data)
     losses, seconds = [], []
     for number in range(options.steps):

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
 import lightning_remat.strategies  # noqa: F401 - registers them
+from lightning_remat import rematerialize
 from lightning_remat.callbacks import RematCallback
 from lightning_remat.measure import held_bytes, peak_memory
 from lightning_remat.planner import RematConfig, Surroundings
@@ -322,3 +323,20 @@ def test_no_more_memory_than_eager() -> None:
     eager, ours = peaks
     assert ours <= eager
     assert step.plans[0].predicted_peak_bytes == pytest.approx(ours, rel=0.01)
+
+
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_rematerialize_counts_the_gradients_that_new_ones_are_added_to(zeroed):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(layer for _ in range(6) for layer in (torch.nn.Linear(128, 128), torch.nn.GELU())))
+    step = rematerialize(lambda x: net(x).square().mean(), budget=0.6, cost_model="unit", accumulating=True)
+    x = torch.randn(1024, 128)
+    peaks = []
+    for _ in range(3):
+        held = held_bytes(net, [x], gradients=True)
+        peaks.append(held + peak_memory(lambda: step(x).backward(), CPU))
+        if zeroed:
+            net.zero_grad(set_to_none=False)
+    assert step.plan is not None and step.plan.rematerializes
+    assert peaks[0] < peaks[1] == peaks[2] <= step.plan.budget_bytes
+    assert peaks[1] == pytest.approx(step.plan.predicted_peak_bytes, rel=1e-3)
