@@ -147,7 +147,7 @@ def make_plan(
             return graph, _cheaper_of(found, beside)
         if beside is not None and at_hand is not None and at_hand.suffices:
             return graph, beside
-        interruptible = "; Ctrl-C takes the best plan so far" if config.solver == "auto" else ""
+        interruptible = "; Ctrl-C: best so far" if config.solver == "auto" else ""
         say(f"solving, at most {config.time_limit:.0f} s{interruptible}")
         solution, interrupted = _solution(graph, within, config, smallest, beside, below_seconds)
         if interrupted:

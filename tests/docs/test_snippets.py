@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from lightning_remat.cli._main import _parser
+from lightning_remat.solvers.common import _registry
+from lightning_remat.solvers.hiremate import _partition
 from tests.docs.blocks import Block, blocks, commands, pages
 from tests.helpers.places import ROOT
 
@@ -32,6 +34,7 @@ def run(page: str) -> None:
                 exec(compile(tree, str(ROOT / page), "exec"), module.__dict__)
     finally:
         del sys.modules[module.__name__]
+        module.__dict__.clear()  # what other tests look at (graphs of autograd that are alive) is theirs alone
 
 
 def names(block: Block) -> None:
@@ -57,6 +60,8 @@ def names(block: Block) -> None:
 def test_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LIGHTNING_REMAT_CACHE", str(tmp_path / "cache"))
+    for registry in (_registry.METHODS, _partition.PARTITIONERS):  # of what a page adds nothing stays
+        monkeypatch.setattr(registry, "own", dict(registry.own))
     run(page)
 
 
