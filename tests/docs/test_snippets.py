@@ -34,7 +34,6 @@ def run(page: str) -> None:
                 exec(compile(tree, str(ROOT / page), "exec"), module.__dict__)
     finally:
         del sys.modules[module.__name__]
-        module.__dict__.clear()  # what other tests look at (graphs of autograd that are alive) is theirs alone
 
 
 def names(block: Block) -> None:
