@@ -285,6 +285,8 @@ def test_what_nobody_else_reads_is_added_up_where_it_is_made() -> None:
 
     opens: list[bool] = []
     own = internals.Exchange.backward
+    gc.collect()
+    of_others = len(_autograd_graph._SOURCES)
 
     def backward(self: internals.Exchange, args: list[Any]) -> Any:
         opens.append(self.opens)
@@ -304,7 +306,7 @@ def test_what_nobody_else_reads_is_added_up_where_it_is_made() -> None:
         step(x).square().sum().backward()
         assert opens[-1] is False
     gc.collect()
-    assert not _autograd_graph._SOURCES
+    assert len(_autograd_graph._SOURCES) <= of_others
     assert step.plan.predicted_peak_bytes < 12 * sum(p.nbytes for p in module.parameters())
 
 
