@@ -7,12 +7,13 @@ counts as zero, and releasing some of it makes room that later allocations fill 
 
 What is outside torch's allocators (Python objects, a library's own scratch space; for a step on the CPU, tensors that wait on
 the host) is not seen; on CPU neither are a storage that existed before and is resized in place, and threads other than the
-calling one and autograd's.
+calling one and autograd's (what these allocated and another one released counts until its memory is allocated again).
 """
 
 from __future__ import annotations
 
 import atexit
+import bisect
 import dataclasses
 import gc
 import math
@@ -298,14 +299,23 @@ def _recorded(allocations: list[tuple[int, int, int]]) -> Iterator[_Change]:
     """Allocations of the profiled block, and the releases of what it allocated, of all that the profiler has recorded.
 
     Releases of anything else are left out: the profiler does not see most of them, and takes the sizes of some from
-    whatever lay at that address when it last ran.
+    whatever lay at that address when it last ran. It does not see either what a thread releases that it does not record:
+    those of gloo may be the last to hold a tensor that was sent. Such memory has been released when it is allocated again.
     """
     live: dict[int, int] = {}
+    addresses: list[int] = []  # of these blocks, in order
     for moment, address, nbytes in sorted(allocations, key=lambda change: change[0]):
-        if nbytes >= 0:
+        at = bisect.bisect_left(addresses, address)
+        if nbytes > 0:
+            first = at - 1 if at and addresses[at - 1] + live[addresses[at - 1]] > address else at
+            last = bisect.bisect_left(addresses, address + nbytes, lo=at)
+            for gone in addresses[first:last]:
+                yield moment, -live.pop(gone)
+            addresses[first:last] = [address]
             live[address] = nbytes
             yield moment, nbytes
-        elif address in live:
+        elif nbytes < 0 and address in live:
+            del addresses[at]
             yield moment, -live.pop(address)
 
 

@@ -6,11 +6,13 @@ import dataclasses
 import os
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from lightning_remat import measure
 from lightning_remat.errors import RematError
 from lightning_remat.measure import held_bytes, peak_memory, track_peak
 
@@ -139,6 +141,46 @@ def test_a_running_profiler_is_left_alone() -> None:
     assert peak.peak_bytes is None and "another torch profiler" in peak.reason
     assert "aten::neg" in {event.key for event in users.key_averages()}
     assert peak_memory(lambda: mebibyte("cpu"), "cpu") == MIB
+
+
+def test_what_another_thread_releases_is_free_when_it_is_allocated_again() -> None:
+    """The profiler does not see that thread; gloo's are such."""
+    nbytes = 64 * MIB  # the system's allocator maps blocks of this size one by one, and gives the same place again
+    again = False
+
+    def release_elsewhere() -> None:
+        nonlocal again
+        tensors = [torch.empty(nbytes, dtype=torch.uint8)]
+        address = tensors[0].data_ptr()
+        thread = threading.Thread(target=tensors.clear)
+        thread.start()
+        thread.join()
+        tensors.append(torch.empty(nbytes, dtype=torch.uint8))
+        again = address == tensors[0].data_ptr()
+
+    for _ in range(20):
+        peak = peak_memory(release_elsewhere, "cpu")
+        if again:
+            break
+    assert again and peak == nbytes
+
+
+@pytest.mark.parametrize(
+    ("allocated", "held"),
+    [
+        ([(100, 50), (100, 80)], [50, 80]),  # at the same place
+        ([(100, 50), (90, 20)], [50, 20]),  # ends within
+        ([(100, 50), (149, 9)], [50, 9]),  # begins within
+        ([(100, 50), (110, 5)], [50, 5]),
+        ([(100, 50), (200, 50), (300, 50), (140, 170)], [50, 100, 150, 170]),  # over all of them
+        ([(100, 50), (150, 50), (50, 50)], [50, 100, 150]),  # beside each other
+        ([(100, 50), (100, 0), (120, 0), (100, -50), (100, 7)], [50, 50, 50, 0, 7]),  # of no size; and seen
+        ([(100, 50), (120, -9), (99, -9)], [50, 50, 50]),  # releases of what is older
+    ],
+)
+def test_blocks_that_lie_where_others_lay_replace_them(allocated: list[tuple[int, int]], held: list[int]) -> None:
+    changes = list(measure._recorded([(moment, *one) for moment, one in enumerate(allocated)]))
+    assert [sum(nbytes for moment, nbytes in changes if moment <= now) for now in range(len(allocated))] == held
 
 
 def test_tensors_elsewhere_in_the_process_may_be_of_any_kind() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import runpy
 import subprocess
 import sys
@@ -26,9 +25,6 @@ EXAMPLES = {
     **dict.fromkeys(("vit", "lora", "diffusion", "speech", "gnn", "hf_loop"), "--steps 6 --time-limit 1"),
 }
 
-UNIT_BYTES = 4 * (12 * 64 * 64 + 13 * 64)
-"""A block of the small network, whole."""
-
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -39,13 +35,7 @@ def test_example(name: str, tmp_path: Path) -> None:
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     said = ended.stdout + ended.stderr
-    if name == "fsdp2":  # what gloo holds for longer on a busy machine is not counted yet (docs/distributed.md)
-        found = re.findall(r"measured ([\d,]+) of ([\d,]+) bytes", ended.stdout)
-        over = [int(measured.replace(",", "")) - int(budget.replace(",", "")) for measured, budget in found]
-        assert len(over) == 2, said[-6000:]
-        assert max(over) <= UNIT_BYTES, said[-6000:]
-    else:
-        assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
     assert "predicted peak" in said or "measured" in said
     assert "could not be captured" not in said
 
