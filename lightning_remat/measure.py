@@ -7,7 +7,8 @@ counts as zero, and releasing some of it makes room that later allocations fill 
 
 What is outside torch's allocators (Python objects, a library's own scratch space; for a step on the CPU, tensors that wait on
 the host) is not seen; on CPU neither are a storage that existed before and is resized in place, and threads other than the
-calling one and autograd's (what these allocated and another one released counts until its memory is allocated again).
+calling one and autograd's (what these allocate and another one releases counts until its memory is allocated again, unless
+it was given to a collective of ``torch.distributed``).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import torch
 from torch.autograd import profiler as autograd_profiler
 
 from lightning_remat._blocks import block_bytes
+from lightning_remat._collectives import seen_collectives
 from lightning_remat._host_memory import on_host
 from lightning_remat._profiler import (
     QuietReleases,
@@ -247,11 +249,20 @@ def _track_cpu(peak: PeakMemory, give_way: Callable[[], None] | None) -> Iterato
     gc.collect()  # garbage that is collected during the block would count as room that the block made
     changes: list[_Change] = []
     marks: list[int] = []
+    elsewhere: list[tuple[int, int, int]] = []
     peak._mark = lambda: marks.append(time.time_ns())
     older = _storages_on_cpu()
     quiet = QuietReleases(len(older))
     watches = _watch_releases(older, changes, quiet)
     del older
+
+    def watch(tensor: torch.Tensor) -> None:
+        """Gloo's threads, which the profiler does not record, may be the last to hold what is sent."""
+        for storage in _storages(tensor):
+            if storage.device.type == "cpu":
+                note = partial(_note_release, elsewhere, storage.data_ptr(), storage.nbytes())
+                watches.append(weakref.ref(storage, note))
+
     recorder: Any = autograd_profiler.profile(use_cpu=True, profile_memory=True)
 
     def stop() -> None:
@@ -263,7 +274,7 @@ def _track_cpu(peak: PeakMemory, give_way: Callable[[], None] | None) -> Iterato
     quiet.start()
     atexit.register(stop)  # a process that ends while a profiler runs crashes
     try:
-        with giving_way(give_way):
+        with giving_way(give_way), seen_collectives(watch):
             yield
     finally:
         atexit.unregister(stop)
@@ -271,7 +282,7 @@ def _track_cpu(peak: PeakMemory, give_way: Callable[[], None] | None) -> Iterato
         if profiler_running():
             recorder.__exit__(None, None, None)
             del watches
-            changes += _recorded(cpu_allocations(recorder))
+            changes += _recorded([*cpu_allocations(recorder), *elsewhere])
             peak.stretches = _stretches(changes, marks)
             peak.peak_bytes = max(0, *(stretch.peak_bytes for stretch in peak.stretches))
         else:  # the block started a profiler of its own, which ended this one
@@ -300,7 +311,7 @@ def _recorded(allocations: list[tuple[int, int, int]]) -> Iterator[_Change]:
 
     Releases of anything else are left out: the profiler does not see most of them, and takes the sizes of some from
     whatever lay at that address when it last ran. It does not see either what a thread releases that it does not record:
-    those of gloo may be the last to hold a tensor that was sent. Such memory has been released when it is allocated again.
+    such memory has been released when it is allocated again.
     """
     live: dict[int, int] = {}
     addresses: list[int] = []  # of these blocks, in order
@@ -317,6 +328,10 @@ def _recorded(allocations: list[tuple[int, int, int]]) -> Iterator[_Change]:
         elif nbytes < 0 and address in live:
             del addresses[at]
             yield moment, -live.pop(address)
+
+
+def _note_release(releases: list[tuple[int, int, int]], address: int, nbytes: int, _: object) -> None:
+    releases.append((time.time_ns(), address, -nbytes))
 
 
 def _storages_on_cpu() -> list[torch.UntypedStorage]:

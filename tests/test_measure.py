@@ -11,8 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import distributed
 
 from lightning_remat import measure
+from lightning_remat._collectives import COLLECTIVES, seen_collectives
 from lightning_remat.errors import RematError
 from lightning_remat.measure import held_bytes, peak_memory, track_peak
 
@@ -181,6 +183,31 @@ def test_what_another_thread_releases_is_free_when_it_is_allocated_again() -> No
 def test_blocks_that_lie_where_others_lay_replace_them(allocated: list[tuple[int, int]], held: list[int]) -> None:
     changes = list(measure._recorded([(moment, *one) for moment, one in enumerate(allocated)]))
     assert [sum(nbytes for moment, nbytes in changes if moment <= now) for now in range(len(allocated))] == held
+
+
+def test_what_is_given_to_collectives_is_seen() -> None:
+    before = {name: getattr(distributed, name, None) for name in COLLECTIVES}
+    gather = "all_gather_single" if hasattr(distributed, "all_gather_single") else "all_gather_into_tensor"
+    sent, gathered = torch.ones(3), torch.zeros(3)
+    seen: list[torch.Tensor] = []
+
+    def send_and_fail() -> None:
+        with seen_collectives(seen.append):
+            getattr(distributed, gather)(gathered, input_tensor=sent)
+            distributed.all_reduce(sent)
+            raise KeyError
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(KeyError):
+            send_and_fail()
+        distributed.all_reduce(sent)
+    finally:
+        distributed.destroy_process_group()
+    assert list(map(id, seen)) == [id(gathered), id(sent), id(sent)] and gathered.equal(torch.ones(3))
+    assert {name: getattr(distributed, name, None) for name in COLLECTIVES} == before
+    with seen_collectives(seen.append):  # no group
+        assert distributed.all_reduce is before["all_reduce"]
 
 
 def test_tensors_elsewhere_in_the_process_may_be_of_any_kind() -> None:

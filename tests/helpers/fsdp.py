@@ -14,6 +14,7 @@ import os
 import sys
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_remat import measure
 from lightning_remat.callbacks import RematCallback
 from lightning_remat.strategies import RematFSDP2Strategy
 from tests.helpers.failing import failing
@@ -182,7 +184,9 @@ def run(name: str, folder: Path, processes: int) -> None:
     remat = callback(budget, **options)
     found: dict[str, Any] = {}
     try:
-        scheduled = trained(remat)
+        with mock.patch.object(measure, "_note_release", wraps=measure._note_release) as noted:
+            scheduled = trained(remat)
+        found["sent"] = noted.call_count
         assert_same(whole(plain.results), whole(scheduled.results))
         assert_clean(scheduled.trainer, scheduled.module)
         if resumed:

@@ -61,6 +61,7 @@ def test_the_measured_peak_is_within_the_budget(found):
         assert ran, "the last plans for whole batches"
         assert process["measured"] <= max(plan["budget"] for plan in ran)
         assert process["measured"] == pytest.approx(max(plan["predicted"] for plan in ran), rel=0.02)
+        assert process["sent"] > 0, "what FSDP sends was not watched"
 
 
 def test_each_process_checks_its_own_step(found):
