@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from lightning_remat.callbacks.module_state import ModuleState
 from lightning_remat.callbacks.progress import PlanningProgress
 from lightning_remat.callbacks.training_data import TrainingData
 from lightning_remat.callbacks.training_step import TrainingStep
-from lightning_remat.errors import ConfigError
+from lightning_remat.errors import ConfigError, InfeasibleBudgetError
 from lightning_remat.exactness import CheckReport
 from lightning_remat.measure import PeakMemory, track_peak
 from lightning_remat.planner import AtHand, Plan, RematWarning
@@ -344,6 +344,13 @@ class RematCallback(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, InfeasibleBudgetError) and self._step is not None:
+            unread = self._step.not_captured_yet(pl_module)
+            if unread:
+                exception.add_note(
+                    f"What was captured does not read {_listed(unread)}: where that is used, the step runs as before, and a "
+                    "share as budget is one of the rest (TORCH_LOGS=graph_breaks says why)."
+                )
         self._undo()
 
     @override
@@ -397,9 +404,8 @@ class RematCallback(Callback):
         if not names or self._told:
             return
         self._told = True
-        shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
         rank_zero_warn(
-            f"only a part of {step.name} could be captured: what is done with {shown} runs as before, without "
+            f"only a part of {step.name} could be captured: what is done with {_listed(names)} runs as before, without "
             "rematerialization and outside the budget (nn.LSTM, nn.GRU and nn.RNN on CUDA, packed sequences in some places, "
             "and backward hooks on modules are known to be left out; TORCH_LOGS=graph_breaks says more)",
             category=RematWarning,
@@ -433,3 +439,8 @@ class RematCallback(Callback):
         if self.training_step is not None:
             self.training_step.remove()
             self.training_step = None
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first few of some names, and how many more there are."""
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

@@ -17,7 +17,6 @@ from rich.table import Table
 from lightning_remat._version import __version__
 from lightning_remat.cli._progress import Progress
 from lightning_remat.errors import BudgetError, ConfigError, RematError, SolverError
-from lightning_remat.graph import ComputationGraph
 from lightning_remat.report import format_bytes, format_seconds, plan_table
 
 DIFFERENT = 1
@@ -122,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--no-test", action="store_true", help="only look")
 
     solving = argparse.ArgumentParser(add_help=False)
-    solving.add_argument("graph", type=Path, metavar="GRAPH", help="a graph file")
+    solving.add_argument("graph", type=Path, metavar="GRAPH", help="a graph file, or a plan file: its step")
     solving.add_argument(
         "--time-limit", type=float, default=30.0, metavar="SECONDS", help="of each solve (%(default)g)"
     )
@@ -271,12 +270,12 @@ def _doctor(given: argparse.Namespace, console: Console) -> int:
 
 
 def _solve(given: argparse.Namespace, console: Console) -> None:
-    from lightning_remat.cli._solve import Case, checked_options, planned
+    from lightning_remat.cli._solve import Case, checked_options, graph_in, planned
     from lightning_remat.report import timeline_figure
 
     options = checked_options(given.method, _pairs(given.option))
     with Progress() as progress:
-        case = Case(ComputationGraph.load(given.graph), given.time_limit, progress)
+        case = Case(graph_in(given.graph), given.time_limit, progress)
         plan = planned(case, given.budget, given.method, options)
     console.print(plan_table({case.graph.name or given.graph.stem: plan}))
     _lines(console, f"{plan.status.sentence} ({plan.bound_scope})", *plan.notes)
@@ -294,12 +293,12 @@ def _solve(given: argparse.Namespace, console: Console) -> None:
 
 
 def _compare(given: argparse.Namespace, console: Console) -> None:
-    from lightning_remat.cli._solve import Case, compared
+    from lightning_remat.cli._solve import Case, compared, graph_in
     from lightning_remat.solvers import available
 
     methods = _known_methods(given.methods or available())
     with Progress() as progress:
-        case = Case(ComputationGraph.load(given.graph), given.time_limit, progress)
+        case = Case(graph_in(given.graph), given.time_limit, progress)
         budget_bytes = case.budget_bytes(given.budget)
         plans, failures = compared(case, budget_bytes, methods)
     console.print(plan_table(plans, title=case.graph.name))
@@ -307,14 +306,14 @@ def _compare(given: argparse.Namespace, console: Console) -> None:
 
 
 def _curve(given: argparse.Namespace, console: Console) -> None:
-    from lightning_remat.cli._solve import Case, curve
+    from lightning_remat.cli._solve import Case, curve, graph_in
     from lightning_remat.report import curve_figure
 
     if given.points < 1:
         raise ConfigError(f"--points {given.points}: give at least one")
     methods = _known_methods(given.methods)
     with Progress() as progress:
-        case = Case(ComputationGraph.load(given.graph), given.time_limit, progress)
+        case = Case(graph_in(given.graph), given.time_limit, progress)
         points, failures = curve(case, methods, given.points)
     ran = [method for method in methods if any(point.method == method for point in points)]
     table = Table(title=case.graph.name)

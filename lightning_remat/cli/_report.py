@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from lightning_remat._disk import replace_file
-from lightning_remat.cli._solve import Case, Say, planned
+from lightning_remat.cli._solve import Case, Say, holds, planned
 from lightning_remat.errors import ConfigError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner import Plan
@@ -21,7 +20,7 @@ def plan_of(path: Path, budget: str | None, time_limit: float, say: Say) -> Plan
         GraphError: where it is neither a graph nor a plan.
         RematError: where there is no schedule within the budget.
     """
-    if not _is_graph(path):
+    if not holds(path, "graph"):
         if budget is not None:
             raise ConfigError(f"--budget {budget}: {path} is no graph file, and a plan has its budget")
         say("reading the plan")
@@ -42,11 +41,3 @@ def compare(one: Path, other: Path, out: Path) -> None:
     pages = [analyse(Plan.load(path)) for path in (one, other)]
     names = (one.stem, other.stem) if one.stem != other.stem else (str(one), str(other))
     replace_file(out, compared_page(pages[0], pages[1], names))
-
-
-def _is_graph(path: Path) -> bool:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError):
-        return False  # `Plan.load` says what is wrong with it
-    return isinstance(data, dict) and data.get("format") == "lightning_remat.graph"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +20,25 @@ from lightning_remat.solvers import Evaluation, Problem, Solution, find_smallest
 
 Say = Callable[..., None]
 """Called with a text about the work in progress, and with how much of how much is done where that is known."""
+
+
+def holds(path: Path, kind: str) -> bool:
+    """Whether a file is a JSON file of lightning_remat's of this kind: ``"graph"`` or ``"plan"``."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return False  # whoever loads it says what is wrong with it
+    return isinstance(data, dict) and data.get("format") == f"lightning_remat.{kind}"
+
+
+def graph_in(path: Path) -> ComputationGraph:
+    """The graph in a graph file, or the step that the plan in a plan file is of, as it was captured.
+
+    Raises:
+        GraphError: where it is neither.
+        OSError: where it cannot be read.
+    """
+    return Plan.load(path).as_captured if holds(path, "plan") else ComputationGraph.load(path)
 
 
 @dataclasses.dataclass

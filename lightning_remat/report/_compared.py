@@ -45,6 +45,9 @@ def compared_page(one: Analysis, other: Analysis, names: tuple[str, str] = ("a",
 def _same(one: Analysis, other: Analysis) -> str:
     sizes = f"{one.name} ({one.ops:,} ops) and {other.name} ({other.ops:,} ops)"
     alike = one.ops == other.ops and one.peak_before.nbytes == other.peak_before.nbytes
+    seen = [(x.budget_bytes, x.seconds, x.peak, x.modules, x.costly) for x in (one, other)]
+    if alike and seen[0] == seen[1]:
+        return f"The two plans are the same: {sizes}."
     if alike and one.baseline_seconds == other.baseline_seconds:
         return f"Two plans of one step: {sizes}."
     return f"Plans of different steps: {sizes}. Modules are matched by their names."

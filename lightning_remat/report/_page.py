@@ -147,7 +147,8 @@ def _curve(looked_at: Analysis, elements: dict[str, str]) -> str:
         "At other budgets",
         elements["curve"],
         table(["peak", "a step", "extra time"], rows, chosen=chosen),
-        about=f"Schedules found in a short time; the smallest peak found is {smallest}. The diamond is this plan.",
+        about=f"Schedules found in a short time; the smallest peak among them is {smallest} (a plan with budget 'min' searches "
+        "for longer, and for what to compute in slices). The diamond is this plan.",
     )
 
 

@@ -236,14 +236,14 @@ class Captures:
             "inside of it"
         )
 
-    def left_out(self, graphs: Iterable[Graph], module: torch.nn.Module) -> list[str]:
-        """See `ScheduledStep.left_out`."""
+    def unread(self, graphs: Iterable[Graph], module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+        """The parameters of a module, by name, that no captured graph and no compiled module reads."""
         known = {key for graph in graphs for key in (*graph.weights, *graph.read)}
         known |= {
             id(p) for one in self._compiled.values() if isinstance(one, torch.nn.Module) for p in one.parameters()
         }
         known |= {id(shard.parameter) for shard in internals.shards_of([module]) if id(shard.whole) in known}
-        return [name for name, p in module.named_parameters() if p.grad is not None and id(p) not in known]
+        return {name: p for name, p in module.named_parameters() if id(p) not in known}
 
     def again(self, shapes: Shapes) -> str:
         """Count a call of these shapes that has captured something; if it is once too often, returns why it does so."""

@@ -360,7 +360,17 @@ class ScheduledStep:
         Dynamo has skipped what a call did with them (a recurrent layer on CUDA, say): it runs as before, and takes memory that
         no plan counts. None where the next call captures more (see `waits`).
         """
-        return [] if self.waits else self._captures.left_out(self._plans.graphs, module)
+        if self.waits:
+            return []
+        unread = self._captures.unread(self._plans.graphs, module)
+        return [name for name, parameter in unread.items() if parameter.grad is not None]
+
+    def not_captured_yet(self, module: torch.nn.Module) -> list[str]:
+        """Names of the trained parameters that nothing reads of what has been captured so far; none before anything was."""
+        if not self._plans.graphs:
+            return []
+        unread = self._captures.unread(self._plans.graphs, module)
+        return [name for name, parameter in unread.items() if parameter.requires_grad]
 
     def end_measured(self) -> None:
         """The backward of the last call is done: what runs until the next call is not measured with it."""

@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.profilers import PyTorchProfiler, SimpleProfiler
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torch import nn
 
 from lightning_remat.budget import device_total_bytes
 from lightning_remat.callbacks import RematCallback, RematCallbackConfig
@@ -231,6 +232,28 @@ def test_an_infeasible_budget_names_the_smallest_and_what_sets_it():
     remat = callback(raised.value.smallest_bytes)
     fit(Classifier, remat, train=ONE["train"])
     assert_ran(remat, 1)
+
+
+class Partly(Classifier):
+    """Dynamo sees what comes after the network only."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def loss(self, batch):
+        x, y = batch
+        hidden = torch.compiler.disable(self.net)(x)
+        return nn.functional.cross_entropy(hidden * self.scale, y)
+
+
+def test_an_infeasible_budget_says_what_was_not_captured():
+    with pytest.raises(InfeasibleBudgetError) as partly:
+        trainer(callback(1000)).fit(Partly(), loader(16))
+    assert "What was captured does not read net.0.weight, net.0.bias" in partly.value.__notes__[0]
+    with pytest.raises(InfeasibleBudgetError) as whole:
+        trainer(callback(1000)).fit(Classifier(), loader(16))
+    assert not hasattr(whole.value, "__notes__")
 
 
 def test_a_step_that_fits_is_left_alone():

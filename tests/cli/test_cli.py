@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import sys
@@ -234,6 +235,19 @@ def test_a_plan_is_printed_saved_and_drawn(run: Run) -> None:
     assert plan.predicted_seconds == 24
     assert verify(plan.graph, plan.schedule, 5) == 5
     assert Path("memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plan_stands_for_the_step_that_it_is_of(run: Run) -> None:
+    of_graph = run("solve", "chain.json", "--budget", "5", "--method", "milp", "--out", "plan.json")
+    plan = Plan.load("plan.json")
+    dataclasses.replace(plan, graph=Plan.load("plan.json").graph.replace(name="slices"), untiled=plan.graph).save(
+        "sliced.json"
+    )
+    for file in ("plan.json", "sliced.json"):
+        of_plan = run("solve", file, "--budget", "5", "--method", "milp", "--out", "again.json")
+        assert (of_plan[0], of_plan[2]) == (of_graph[0], of_graph[2]) == (0, "")
+        assert Plan.load("again.json").graph == plan.graph
+        assert Plan.load("again.json").schedule == plan.schedule
 
 
 @pytest.mark.parametrize(("budget", "nbytes"), [("50%", 6), ("min", 4), ("1KiB", 1024), ("0.5", 6), ("7", 7)])

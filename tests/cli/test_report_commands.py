@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     plan = plan_by_blocks(graph)
     plan.save("plan.json")
     Path("other").mkdir()
-    plan.save("other/plan.json")
+    dataclasses.replace(plan, budget_bytes=plan.budget_bytes + 1024).save("other/plan.json")
     return tmp_path
 
 
@@ -56,6 +57,8 @@ def test_two_plans_are_compared(folder: Path, capsys: pytest.CaptureFixture[str]
     assert run(capsys, "report", "--diff", "plan.json", "other/plan.json", "-o", "diff.html")[0] == 0
     text = Path("diff.html").read_text(encoding="utf-8")
     assert "Two plans of one step" in text and "other/plan.json" in text  # names that tell them apart
+    assert run(capsys, "report", "--diff", "plan.json", "plan.json", "-o", "diff.html")[0] == 0
+    assert "The two plans are the same" in Path("diff.html").read_text(encoding="utf-8")
 
 
 def test_an_explanation_is_printed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from lightning_remat.graph import ComputationGraph, Host
 from lightning_remat.planner import Plan
+from lightning_remat.planner._plan import trade_off
 from lightning_remat.report import Analysis, TradePoint, analyse, format_bytes, report_page
 from lightning_remat.report._course import course
 from lightning_remat.report._modules import Groups
@@ -107,6 +108,16 @@ def test_what_is_in_slices_is_what_is_not_there_as_a_whole() -> None:
         "outside of submodules": whole.storages[whole.tensors[tensor].storage]
     }
     assert "in slices" in report_page(looked_at)
+
+
+def test_the_trade_off_of_a_plan_in_slices_knows_the_whole_step_too() -> None:
+    whole = small_transformer(blocks=3)
+    dearer = whole.replace(ops=[dataclasses.replace(op, seconds=2 * op.seconds) for op in whole.ops])
+    sliced = dataclasses.replace(plan_of(dearer, 1.0), untiled=whole)
+    points, of_whole = trade_off(sliced, 2.0), trade_off(plan_of(whole, 1.0), 2.0)
+    assert min(point.seconds for point in points) == min(point.seconds for point in of_whole)
+    assert any(point.seconds >= sum(op.seconds for op in dearer.ops) for point in points)
+    assert min(point.peak_bytes for point in points) <= min(point.peak_bytes for point in of_whole)
 
 
 def test_many_ops_are_drawn_in_intervals_that_keep_the_peak() -> None:
