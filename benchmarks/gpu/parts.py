@@ -11,11 +11,23 @@ from benchmarks.gpu import (
     out_of_memory,
     peaks,
     recordings,
+    sharded,
     trainer,
 )
 from benchmarks.gpu.part import Part
 
 PARTS: dict[str, Part] = {
     module.PART.name: module.PART
-    for module in (gpu_tests, bits, out_of_memory, trainer, peaks, host_memory, recordings, beside_compiler, batch_size)
+    for module in (
+        gpu_tests,
+        bits,
+        out_of_memory,
+        trainer,
+        peaks,
+        host_memory,
+        recordings,
+        beside_compiler,
+        batch_size,
+        sharded,
+    )
 }

@@ -28,7 +28,7 @@ def explanation(looked_at: Analysis) -> str:
         "",
         "Module by module",
         _modules(looked_at),
-        "What would help most",
+        "How to get lower, or faster",
     ]
     changes = [f"  {number}. {one.words}" for number, one in enumerate(looked_at.changes[:CHANGES], start=1)]
     return "\n".join([*lines, *(changes or ["  Nothing that these numbers show would help much."])])

@@ -29,6 +29,7 @@ from benchmarks.gpu import (
     host_memory,
     out_of_memory,
     peaks,
+    sharded,
     steps,
     table,
     trainer,
@@ -375,6 +376,19 @@ class TestParts:
         assert copied["copies"] > 0 and copied["host_bytes"] > 0 and copied["seconds"] > 0
         assert copied["measured_peak_bytes"] == pytest.approx(copied["predicted_peak_bytes"], rel=0.02)
         assert "of 1.0's" in host_memory.table({"swin": found})
+
+    @pytest.mark.long
+    def test_sharded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sharded, "WAYS", {way: sharded.WAYS[way] for way in ("FSDP2", "0.5")})
+        (case,) = sharded.cases(dataclasses.replace(DRY, networks=("gpt2",)))
+        found = sharded.run(case.options, DRY)
+        assert found["status"] == OK, found
+        for process in found["rows"]:
+            row = process["0.5"]
+            assert row["plans"] >= 1 and row["seconds"] > 0 and row["differing"] == {}
+            assert row["measured_peak_bytes"] <= row["budget_bytes"]
+        assert "of FSDP2's" in sharded.table({"gpt2": found})
+        assert not sharded.cases(Settings("cuda")) or torch.cuda.device_count() >= sharded.PROCESSES
 
     @pytest.mark.parametrize("way", out_of_memory.WAYS)
     def test_out_of_memory(self, way: str) -> None:
