@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -22,7 +23,17 @@ def fit(stage: str, folder: Path) -> pexpect.spawn:
     command = ["-P", "-m", "tests.helpers.slow_fit", stage, str(folder)]
     environment.pop("COLUMNS", None)  # of the terminal that the tests run in, if any
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    return pexpect.spawn(sys.executable, command, env=environment, encoding="utf-8", timeout=120, dimensions=(40, 200))
+    return pexpect.spawn(
+        sys.executable,
+        command,
+        env=environment,
+        encoding="utf-8",
+        timeout=120,
+        dimensions=(40, 200),
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # ignored in what a shell runs in the background
+    )
 
 
 @pytest.mark.long
