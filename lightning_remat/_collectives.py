@@ -12,7 +12,7 @@ from torch import distributed
 
 COLLECTIVES = (
     "all_gather_single",
-    "all_gather_into_tensor",  # its name before torch 2.13
+    "all_gather_into_tensor",  # its older name, torch 2.11's
     "reduce_scatter_single",
     "reduce_scatter_tensor",  # likewise
     "all_reduce",

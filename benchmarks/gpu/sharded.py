@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import distributed
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks import networks
@@ -22,7 +21,7 @@ from benchmarks.gpu.bits import Precision, Training
 from benchmarks.gpu.markdown import mib, milliseconds, said
 from benchmarks.gpu.markdown import table as markdown_table
 from benchmarks.gpu.part import FAILED, MISMATCH, OVER, Case, Part, Result, Settings, result
-from benchmarks.gpu.steps import Left, in_turns, left_by, peaks
+from benchmarks.gpu.steps import Left, in_turns, peaks
 from lightning_remat import rematerialize
 
 NETWORKS = ("gpt2", "llama", "vit")
@@ -95,7 +94,7 @@ def _measured(
         call: Any = module
         if options:
             call = rematerialize(module, **{"time_limit": TIME_LIMIT, **settings.options, **options})
-        left[way] = _trained(made, call)
+        left[way] = made.train(module, call, TRAINED)
         rows[way] = peaks(lambda made=made, call=call: made.step(made.module, call), module, made.batch, device)  # type: ignore[misc]
         if options:
             ran = [plan for plan, runs in zip(call.plans, call.runs, strict=True) if runs >= 3]
@@ -107,9 +106,8 @@ def _measured(
             rows[way] |= {
                 "plans": len(ran),
                 "budget_bytes": budget,
-                "predicted_peak_bytes": max(
-                    plan.predicted_allocated_bytes for plan in ran if plan.budget_bytes == budget
-                ),  # those of the first steps, in which not all graphs are known, have budgets of their own
+                # Those of the first steps, in which not all graphs are known, have budgets of their own.
+                "predicted_peak_bytes": max(p.predicted_allocated_bytes for p in ran if p.budget_bytes == budget),
             }
             if (rows[way]["measured_peak_bytes"] or 0) > budget:
                 faults.add(OVER)
@@ -120,34 +118,6 @@ def _measured(
     for way, seconds in in_turns(steps, device, STEPS, UNTIMED).items():
         rows[way]["seconds"] = statistics.median(seconds)
     return {"description": description, "rows": rows, "faults": sorted(faults), "errors": errors}
-
-
-def _trained(made: Training, call: Callable[..., torch.Tensor]) -> Left:
-    """What seeded steps leave in this process."""
-    optimizer = torch.optim.SGD(made.module.parameters(), lr=0.01, momentum=0.9)
-    torch.manual_seed(1)
-    losses = []
-    for _ in range(TRAINED):
-        losses.append(made.step(made.module, call))
-        optimizer.step()
-    return left_by(_Shards(made.module), losses)
-
-
-class _Shards(nn.Module):
-    """A module's shards, with their gradients, as plain parameters; and its buffers."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        for name, parameter in module.named_parameters():
-            shard = nn.Parameter(_local(parameter.detach()), requires_grad=parameter.requires_grad)
-            shard.grad = _local(parameter.grad) if parameter.grad is not None else None
-            self.register_parameter(name.replace(".", "/"), shard)
-        for name, buffer in module.named_buffers():
-            self.register_buffer(name.replace(".", "/"), _local(buffer))
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def table(results: Mapping[str, Result]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_remat import InfeasibleBudgetError, Plan, Rematerialized
 from lightning_remat.measure import held_bytes, track_peak
@@ -73,18 +74,23 @@ class Left:
 
 
 def left_by(module: nn.Module, losses: Sequence[torch.Tensor]) -> Left:
-    """What training left of a module, and the random state."""
+    """What training left of a module (of what is distributed, this process's part), and the random state."""
     parameters = dict(module.named_parameters())
     random_state = {"cpu": torch.get_rng_state()}
     if any(one.is_cuda for one in parameters.values()):
         random_state["cuda"] = torch.cuda.get_rng_state()
     return Left(
         losses={str(number): one.detach().cpu() for number, one in enumerate(losses)},
-        gradients={name: one.grad.cpu().clone() for name, one in parameters.items() if one.grad is not None},
-        parameters={name: one.detach().cpu().clone() for name, one in parameters.items()},
-        buffers={name: one.cpu().clone() for name, one in module.named_buffers()},
+        gradients={name: local(one.grad).cpu().clone() for name, one in parameters.items() if one.grad is not None},
+        parameters={name: local(one.detach()).cpu().clone() for name, one in parameters.items()},
+        buffers={name: local(one).cpu().clone() for name, one in module.named_buffers()},
         random_state=random_state,
     )
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a distributed tensor; any other as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def plan_facts(plan: Plan | None) -> dict[str, Any]:

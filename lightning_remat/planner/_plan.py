@@ -274,9 +274,8 @@ def trade_off(plan: Plan, seconds: float) -> tuple[TradePoint, ...]:
     """What the step of a plan costs at other budgets, by schedules found in about so many seconds; none in 0."""
     if seconds <= 0 or not any(op.seconds for op in plan.graph.ops):
         return ()
-    graphs = (
-        [plan.graph] if plan.untiled is None else [plan.untiled, plan.graph]
-    )  # in slices it can be smaller, and is slower
+    # In slices a step can be smaller, and is slower.
+    graphs = [plan.graph] if plan.untiled is None else [plan.untiled, plan.graph]
     curves = [plan_curve(graph, CURVE_POINTS, seconds / len(graphs)) for graph in graphs]
     points = [point for curve in curves for point in zip(curve.budgets_bytes, curve.solutions, strict=True)]
     return tuple(TradePoint(budget, one.peak_bytes, one.seconds) for budget, one in points)

@@ -23,6 +23,10 @@ def fit(stage: str, folder: Path) -> pexpect.spawn:
     command = ["-P", "-m", "tests.helpers.slow_fit", stage, str(folder)]
     environment.pop("COLUMNS", None)  # of the terminal that the tests run in, if any
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+
+    def interruptible() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored in what a shell runs in the background
+
     return pexpect.spawn(
         sys.executable,
         command,
@@ -30,9 +34,7 @@ def fit(stage: str, folder: Path) -> pexpect.spawn:
         encoding="utf-8",
         timeout=120,
         dimensions=(40, 200),
-        preexec_fn=lambda: signal.signal(
-            signal.SIGINT, signal.SIG_DFL
-        ),  # ignored in what a shell runs in the background
+        preexec_fn=interruptible,
     )
 
 
