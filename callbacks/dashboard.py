@@ -18,7 +18,7 @@ from lightning_remat.callbacks.lightning_internals import steps_logged
 from lightning_remat.errors import RematError
 from lightning_remat.measure import PeakMemory
 from lightning_remat.planner import Plan, RematWarning
-from lightning_remat.report import plan_table, timeline_figure
+from lightning_remat.report import plan_figure, plan_table
 
 GIB = 1024**3
 
@@ -40,7 +40,7 @@ def plan_metrics(plan: Plan) -> dict[str, float]:
             "remat/budget_GiB": plan.budget_bytes / GIB,
             "remat/predicted_peak_GiB": plan.predicted_allocated_bytes / GIB,
             "remat/predicted_saving_percent": 100 * plan.saving,
-            "remat/predicted_overhead_percent": 100 * plan.overhead,
+            "remat/predicted_overhead_percent": 100 * (plan.whole or plan).overhead,
             "remat/planning_seconds": plan.cost_seconds + plan.solve_seconds,
         }
     )
@@ -127,7 +127,7 @@ def write_plan(trainer: pl.Trainer, plan: Plan, number: int, folder: Path) -> Pa
         _write_page(plan, folder / f"plan-{number}.html")
     path = folder / f"plan-{number}.png"
     try:
-        figure = _figure(plan)
+        figure = plan_figure(plan)
         figure.savefig(path, dpi=120)
     except (RematError, OSError) as error:
         warnings.warn(f"no picture of the plan was made: {error}", RematWarning, stacklevel=2)
@@ -156,18 +156,6 @@ def _write_page(plan: Plan, path: Path) -> None:
 @functools.cache
 def _tell_once(words: str) -> None:
     rank_zero_info(words)
-
-
-def _figure(plan: Plan) -> Any:
-    before, after = plan.baseline_timeline(), plan.timeline()
-    return timeline_figure(
-        plan.graph,
-        before,
-        after,
-        plan.budget_bytes,
-        title=plan.graph.name or "training step",
-        boundaries=(plan.baseline_schedule().boundary, plan.schedule.boundary),
-    )
 
 
 def _show(logger: Logger, figure: Any, picture: Path, plan: Path, step: int) -> None:

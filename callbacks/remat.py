@@ -383,7 +383,8 @@ class RematCallback(Callback):
             return
         # Measure a later step, since planning has disturbed this one; where that costs nothing, a few of them.
         self._measure_next = FIRST_STEPS if trainer.strategy.root_device.type == "cuda" else 1
-        largest = max(new, key=lambda one: one[1].predicted_peak_bytes)
+        # Of the graphs of one step, the last of those: what it holds, the earlier ones count as needed after their forwards.
+        largest = max(reversed(new), key=lambda one: one[1].predicted_peak_bytes)
         for number, plan in new if len(new) <= MOST_SHOWN else [largest]:
             if self._announced == 0:
                 show_plan(trainer, plan)
@@ -395,7 +396,7 @@ class RematCallback(Callback):
                 write_plan(trainer, plan, number, self._folder)
         if len(new) > MOST_SHOWN:
             rank_zero_info(
-                f"{largest[1].graph.name}: {len(new)} plans in all, for its parts; this is the one with the largest peak"
+                f"{largest[1].graph.name}: {len(new)} plans in all, for its parts; this is the one that sets the peak"
             )
         self._announced = len(self._step.plans)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_remat import Plan
-from lightning_remat.report import format_bytes, timeline_figure
+from lightning_remat.report import format_bytes, plan_figure
 
 EXAMPLES = Path(__file__).resolve().parent
 PICTURES = EXAMPLES / "pictures"
@@ -31,11 +31,11 @@ SHOWN = {
     "gnn": ("Graph network", "messages along many edges", ""),
     "hf_loop": ("HF Trainer's loop", "with Fabric: accumulation, clipping, a schedule", ""),
     "ddp": ("DDP", "two processes, gradient buckets counted", "--small"),
+    "fsdp2": ("FSDP2", "a shard of all in each of two processes, a plan for each unit, one budget for all", ""),
 }
 """Each example's name, what it shows, and the options of its short form."""
 
 OTHERS = {
-    "fsdp2": "FSDP2: a shard of all in each process, and a plan for each unit, within one budget",
     "fabric": "Fabric in the fewest lines",
     "batch_size_finder": "the largest batch that fits",
     "hydra": "the callback in a file of Hydra's",
@@ -66,14 +66,13 @@ def run(name: str) -> dict[str, Any]:
     options = SHOWN[name][2].split()
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, str(EXAMPLES / name / "train.py"), *options], cwd=folder, check=True)
-        plans = [Plan.load(path) for path in sorted(Path(folder).rglob("remat/plan-*.json"))]
+        paths = sorted(Path(folder).rglob("remat/plan-*.json"), key=lambda path: int(path.stem.split("-")[1]))
+        plans = [Plan.load(path) for path in paths]
         results = list(Path(folder).rglob("result.json"))
         numbers: dict[str, Any] = json.loads(results[0].read_text()) if results else {}
-    plan = max(plans, key=lambda one: one.baseline_peak_bytes)
-    boundaries = (plan.baseline_schedule().boundary, plan.schedule.boundary)
-    figure = timeline_figure(
-        plan.graph, plan.baseline_timeline(), plan.timeline(), plan.budget_bytes, SHOWN[name][0], boundaries
-    )
+    whole = [plan for plan in plans if plan.whole is not None]  # the last one knows what was measured beside the graphs
+    plan = whole[-1] if whole else max(plans, key=lambda one: one.baseline_peak_bytes)
+    figure = plan_figure(plan, SHOWN[name][0])
     figure.set_size_inches(7.2, 4.8)
     figure.savefig(PICTURES / f"{name}.png", dpi=75)
     return {
@@ -81,7 +80,7 @@ def run(name: str) -> dict[str, Any]:
         "with": numbers["with"]["peak_bytes"] if numbers else plan.predicted_peak_bytes,
         "measured": bool(numbers),
         "equal": numbers.get("equal", True),
-        "overhead": plan.overhead,
+        "overhead": (plan.whole or plan).overhead,
     }
 
 

@@ -147,7 +147,10 @@ def test_a_running_profiler_is_left_alone() -> None:
 
 def test_what_another_thread_releases_is_free_when_it_is_allocated_again() -> None:
     """The profiler does not see that thread; gloo's are such."""
-    first, other = 64 * MIB, 48 * MIB  # of such sizes the system maps each block by itself, in the highest gap that fits
+    first, other = (
+        64 * MIB,
+        48 * MIB,
+    )  # of such sizes the system maps each block by itself, in the highest gap that fits
     kept: list[torch.Tensor] = []
 
     def release_elsewhere() -> None:
@@ -156,7 +159,7 @@ def test_what_another_thread_releases_is_free_when_it_is_allocated_again() -> No
         thread = threading.Thread(target=tensors.clear)
         thread.start()
         thread.join()
-        while not kept or len(kept) < 100 and not -other < kept[-1].data_ptr() - address < first:
+        while not kept or (len(kept) < 100 and not -other < kept[-1].data_ptr() - address < first):
             kept.append(torch.empty(other, dtype=torch.uint8))  # fills the gaps above
 
     peak = peak_memory(release_elsewhere, "cpu")

@@ -28,7 +28,7 @@ from comparison import Result, command_line, report
 
 from lightning_remat import Plan, rematerialize
 from lightning_remat.measure import held_bytes, track_peak
-from lightning_remat.report import timeline_figure
+from lightning_remat.report import plan_figure
 
 ACCUMULATED, WARM_UP = 2, 2
 
@@ -96,8 +96,7 @@ def main() -> int:
     folder = options.folder / "remat"
     folder.mkdir(parents=True, exist_ok=True)
     plan.save(folder / "plan-1.json")
-    timelines = plan.baseline_timeline(), plan.timeline()
-    timeline_figure(plan.graph, *timelines, plan.budget_bytes).savefig(folder / "plan-1.png")
+    plan_figure(plan).savefig(folder / "plan-1.png")
     return report(plain, planned, plan, options.folder)
 
 

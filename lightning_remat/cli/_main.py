@@ -271,7 +271,7 @@ def _doctor(given: argparse.Namespace, console: Console) -> int:
 
 def _solve(given: argparse.Namespace, console: Console) -> None:
     from lightning_remat.cli._solve import Case, checked_options, graph_in, planned
-    from lightning_remat.report import timeline_figure
+    from lightning_remat.report import plan_figure
 
     options = checked_options(given.method, _pairs(given.option))
     with Progress() as progress:
@@ -283,11 +283,7 @@ def _solve(given: argparse.Namespace, console: Console) -> None:
         plan.save(given.out)
         _lines(console, f"saved to {given.out}")
     if given.picture is not None:
-        before = plan.baseline_schedule()
-        boundaries = (before.boundary, plan.schedule.boundary)
-        figure = timeline_figure(
-            plan.graph, plan.baseline_timeline(), plan.timeline(), plan.budget_bytes, boundaries=boundaries
-        )
+        figure = plan_figure(plan)
         figure.savefig(given.picture)
         _lines(console, f"drawn to {given.picture}")
 

@@ -21,7 +21,7 @@ from lightning_remat.report import (
     notebook_view,
     report_page,
 )
-from lightning_remat.schedule import Copy, Schedule, Timeline, simulate
+from lightning_remat.schedule import Copy, Schedule, Timeline, WholeStep, simulate
 from lightning_remat.solvers import Problem, Solution, Status, plan_curve
 
 FORMAT = "lightning_remat.plan"
@@ -51,6 +51,7 @@ class Plan:
             with allocators that are not modelled.
         untiled: the graph as it was captured, where ``graph`` computes a part of it in slices: the step without
             rematerialization is that. ``None`` elsewhere.
+        whole: the step as a whole, as it was planned, where ``graph`` is one of several that it runs as; ``None`` elsewhere.
 
     Example:
         >>> import torch
@@ -77,6 +78,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     footprint: Footprint | None = None
     untiled: ComputationGraph | None = None
+    whole: WholeStep | None = None
 
     @property
     def predicted_allocated_bytes(self) -> int:
@@ -164,12 +166,14 @@ class Plan:
         if self.footprint is not None and self.footprint.arrangement is not Arrangement.AS_IT_IS:
             reserved += f" ({self.footprint.arrangement.value})"
         waits = f", {format_bytes(self.host_bytes)} on the host ({self.copies} copies)" if self.copies else ""
+        others = f", one of {self.whole.graphs} graphs" if self.whole is not None else ""
+        together = f" (the whole step {self.whole.overhead:+.1%})" if self.whole is not None else ""
         return (
-            f"{len(self.graph.ops):,} ops on {self.graph.device or 'an unknown device'}: baseline peak "
+            f"{len(self.graph.ops):,} ops on {self.graph.device or 'an unknown device'}{others}: baseline peak "
             f"{format_bytes(self.baseline_peak_bytes)}, budget {format_bytes(self.budget_bytes)}, predicted peak "
             f"{format_bytes(self.predicted_peak_bytes)} ({-self.saving:+.0%}){reserved}{waits}, predicted overhead "
-            f"{self.overhead:+.1%}; solver {self.solver} ({self.status.value}, gap {self.gap:.1%} to {self.bound_scope}), "
-            f"planned in {format_seconds(self.cost_seconds + self.solve_seconds)}"
+            f"{self.overhead:+.1%}{together}; solver {self.solver} ({self.status.value}, gap {self.gap:.1%} to "
+            f"{self.bound_scope}), planned in {format_seconds(self.cost_seconds + self.solve_seconds)}"
         )
 
     def explain(self, *, curve_seconds: float = CURVE_SECONDS) -> str:
@@ -216,6 +220,7 @@ class Plan:
             gap=self.gap if self.gap != float("inf") else None,
             footprint=self.footprint.to_dict() if self.footprint is not None else None,
             untiled=self.untiled.to_dict() if self.untiled is not None else None,
+            whole=self.whole.to_dict() if self.whole is not None else None,
         )
         return data
 
@@ -257,15 +262,17 @@ class Plan:
         Raises:
             KeyError, TypeError, ValueError: where a field is missing or malformed.
         """
-        others = ("graph", "footprint", "untiled")  # a plan that was saved before there were the last two has none
+        # A plan that was saved before there were these has none, but for the graph.
+        others = ("graph", "footprint", "untiled", "whole")
         values = {field.name: data[field.name] for field in dataclasses.fields(cls) if field.name not in others}
-        footprint, untiled = data.get("footprint"), data.get("untiled")
+        footprint, untiled, whole = data.get("footprint"), data.get("untiled"), data.get("whole")
         values.update(
             schedule=Schedule.from_dict(data["schedule"]),
             status=Status(data["status"]),
             notes=tuple(data["notes"]),
             footprint=Footprint.from_dict(footprint) if footprint is not None else None,
             untiled=ComputationGraph.from_dict(untiled) if untiled is not None else None,
+            whole=WholeStep.from_dict(whole) if whole is not None else None,
         )
         return cls(graph=graph, **values)
 
@@ -283,11 +290,12 @@ def trade_off(plan: Plan, seconds: float) -> tuple[TradePoint, ...]:
 
 def with_beside(plan: Plan, nbytes: int, budget_bytes: int = 0) -> Plan:
     """The plan with ``nbytes`` more held all through the step, and a budget that is larger by ``budget_bytes``."""
-    graph, untiled = plan.graph, plan.untiled
+    graph, untiled, whole = plan.graph, plan.untiled, plan.whole
     return dataclasses.replace(
         plan,
         graph=graph.replace(resident_bytes=graph.resident_bytes + nbytes),
         untiled=None if untiled is None else untiled.replace(resident_bytes=untiled.resident_bytes + nbytes),
+        whole=None if whole is None else whole.with_beside(nbytes),
         budget_bytes=plan.budget_bytes + budget_bytes,
         predicted_peak_bytes=plan.predicted_peak_bytes + nbytes,
         baseline_peak_bytes=plan.baseline_peak_bytes + nbytes,

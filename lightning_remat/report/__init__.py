@@ -15,7 +15,7 @@ from lightning_remat.report._explain import explanation
 from lightning_remat.report._notebook import notebook_view
 from lightning_remat.report._page import report_page
 from lightning_remat.report._plan_table import PlanLike, plan_table
-from lightning_remat.report._timeline_figure import timeline_figure
+from lightning_remat.report._timeline_figure import plan_figure, timeline_figure
 from lightning_remat.report._units import format_bytes, format_seconds
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "format_bytes",
     "format_seconds",
     "notebook_view",
+    "plan_figure",
     "plan_table",
     "report_page",
     "timeline_figure",

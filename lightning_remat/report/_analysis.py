@@ -9,7 +9,7 @@ from enum import Enum
 
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.report._changes import Change, TradePoint, changes, loss_head
-from lightning_remat.report._course import Course, course
+from lightning_remat.report._course import Course, course, course_of_whole
 from lightning_remat.report._modules import Groups, ModuleRow, module_rows
 from lightning_remat.report._replay import BESIDE, KEPT, OLD, OUTSIDE, PASSING, Held, Moment, Replay
 from lightning_remat.report._subject import Planned
@@ -49,6 +49,9 @@ class Analysis:
         reserved_bytes, arrangement: of the device's allocator; 0 and "" where it is not modelled.
         counted: whether costs are numbers of ops or FLOPs, and no seconds.
         before, after: memory over the step without and with rematerialization.
+        whole: where the graph is one of several that the step runs as, memory over the whole step without and with
+            rematerialization; ``None`` elsewhere.
+        graphs: how many these are; 1 elsewhere.
         peak_before, peak: the moments of both peaks.
         modules: what each group of modules costs.
         costly: the ops that take longest, all of their evaluations together.
@@ -79,6 +82,8 @@ class Analysis:
     counted: bool
     before: Course
     after: Course
+    whole: tuple[Course, Course] | None
+    graphs: int
     peak_before: Moment
     peak: Moment
     modules: tuple[ModuleRow, ...]
@@ -150,6 +155,8 @@ def analyse(plan: Planned, curve: Iterable[TradePoint] = ()) -> Analysis:
         counted=_counted(plan.graph),
         before=course(before, groups.name, layers, format_bytes),
         after=course(after, groups.name, layers, format_bytes),
+        whole=_whole(plan),
+        graphs=plan.whole.graphs if plan.whole is not None else 1,
         peak_before=peak_before,
         peak=peak,
         modules=module_rows(after, groups, plan.untiled),
@@ -158,6 +165,13 @@ def analyse(plan: Planned, curve: Iterable[TradePoint] = ()) -> Analysis:
         peak_words=tuple(_peak_words(plan, after, peak)),
         changes=changes(plan, (before, peak_before), (after, peak), points),
     )
+
+
+def _whole(plan: Planned) -> tuple[Course, Course] | None:
+    if plan.whole is None:
+        return None
+    before, after = plan.whole.boundaries
+    return course_of_whole(plan.whole.before, before), course_of_whole(plan.whole.after, after)
 
 
 def _best(plan: Planned, curve: Iterable[TradePoint]) -> tuple[TradePoint, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lightning_remat.report._replay import GRADIENTS, OUTSIDE, WORKSPACE, Replay
-from lightning_remat.schedule import Compute, Copy, Life
+from lightning_remat.schedule import Compute, Copy, Life, Stretch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +20,9 @@ class Course:
         left, right: where each interval begins and ends, in seconds (or in ops, where no times are known).
         nbytes: the most that is held in each.
         ops, modules: of the op at which that is, and the module of that.
-        alive: the largest tensors held there, in words.
-        layers: bytes by module at that op, and by what is no module's: a name and an array each, which add up to ``nbytes``.
+        alive: the largest tensors held there, in words; empty where that is not known.
+        layers: bytes by module at that op, and by what is no module's: a name and an array each, which add up to ``nbytes``;
+            none where that is not known.
         boundary: where the backward begins.
         end: where the step ends.
         steps: how many ops and copies run.
@@ -81,6 +82,33 @@ def course(
         boundary=float(starts[ahead]) if ahead < len(steps) else end,
         end=end,
         steps=len(steps),
+    )
+
+
+def course_of_whole(stretch: Stretch, boundary: int, most: int = 1500) -> Course:
+    """The same of a step that runs as several graphs: what is alive, and by module, is told for each graph.
+
+    Args:
+        stretch: the ops of the step.
+        boundary: how many of them come before the first backward.
+        most: how many intervals there are at most.
+    """
+    timed = bool(stretch.seconds.any())
+    ends = np.cumsum(stretch.seconds) if timed else np.arange(1.0, len(stretch) + 1)
+    starts = np.concatenate([[0.0], ends[:-1]]) if len(stretch) else ends
+    end = float(ends[-1]) if len(stretch) else 1.0
+    left, right, chosen = _intervals(starts, ends, stretch.during, most)
+    return Course(
+        left=left,
+        right=right,
+        nbytes=stretch.during[chosen],
+        ops=tuple(stretch.ops[i] for i in chosen),
+        modules=tuple(stretch.modules[i] or OUTSIDE for i in chosen),
+        alive=(),
+        layers=(),
+        boundary=float(starts[boundary]) if boundary < len(stretch) else end,
+        end=end,
+        steps=len(stretch),
     )
 
 

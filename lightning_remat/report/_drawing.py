@@ -53,6 +53,13 @@ class Scale:
         self.time, self.second_size = (costs, 1.0) if costs else time_unit(seconds)
 
 
+def scale_of_whole(looked_at: Analysis, before: Course, after: Course) -> Scale:
+    """The units for drawings of a step that runs as several graphs."""
+    costs = "ops" if looked_at.baseline_seconds <= 0 else "cost" if looked_at.counted else ""
+    most = max(before.nbytes.max(initial=0), after.nbytes.max(initial=0), looked_at.budget_bytes)
+    return Scale(int(most), max(before.end, after.end), costs)
+
+
 def scale_of(*looked_at: Analysis, before: bool = False) -> Scale:
     """The units for drawings of plans, side by side; ``before``: and of their steps without rematerialization."""
     most = max(max(one.before.nbytes.max(initial=0) * before, one.peak.nbytes, one.budget_bytes) for one in looked_at)
@@ -90,7 +97,7 @@ def timeline(course: Course, scale: Scale, colour: str, budget_bytes: int | None
             "held": [format_bytes(int(n)) for n in course.nbytes],
             "op": list(course.ops),
             "module": list(course.modules),
-            "alive": list(course.alive),
+            "alive": list(course.alive) or [""] * len(course.ops),
         }
     )
     pointed_at = figure.quad(left="left", right="right", bottom=0, top="top", source=source, alpha=0, line_alpha=0)
@@ -120,6 +127,7 @@ def timeline(course: Course, scale: Scale, colour: str, budget_bytes: int | None
             models.Span(location=height, dimension="width", line_color=BUDGET, line_dash="dashed", line_width=1.5)
         )
     tips = [("", "op", "@op"), ("", "module", "@module"), ("", "held", "@held"), ("", "largest", "@alive")]
+    tips = tips if course.alive else tips[:-1]
     figure.add_tools(_hover(pointed_at, tips))
     return figure
 

@@ -17,7 +17,7 @@ def explanation(looked_at: Analysis) -> str:
     """Why the step needs what it needs, module by module, and the changes that would help most."""
     peak, baseline = looked_at.peak.nbytes, looked_at.peak_before.nbytes
     lines = [
-        f"{looked_at.name}: {looked_at.ops:,} ops",
+        f"{looked_at.name}: {looked_at.ops:,} ops{_of_whole(looked_at)}",
         f"  without rematerialization: peak {format_bytes(baseline)}, {looked_at.cost(looked_at.baseline_seconds)} a step",
         f"  as planned: peak {format_bytes(peak)}, {looked_at.cost(looked_at.seconds)} a step ({looked_at.overhead:+.1%})",
         f"  budget {format_bytes(looked_at.budget_bytes)}; always held {format_bytes(looked_at.floor_bytes)}",
@@ -32,6 +32,14 @@ def explanation(looked_at: Analysis) -> str:
     ]
     changes = [f"  {number}. {one.words}" for number, one in enumerate(looked_at.changes[:CHANGES], start=1)]
     return "\n".join([*lines, *(changes or ["  Nothing that these numbers show would help much."])])
+
+
+def _of_whole(looked_at: Analysis) -> str:
+    if looked_at.whole is None:
+        return ""
+    before, after = looked_at.whole
+    extra = f"{after.end / before.end - 1:+.1%}"
+    return f", one of {looked_at.graphs:,} graphs; the whole step takes {looked_at.cost(after.end)} ({extra})"
 
 
 def _modules(looked_at: Analysis) -> str:

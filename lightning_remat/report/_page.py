@@ -6,8 +6,11 @@ from typing import Any
 
 from lightning_remat.report import _drawing
 from lightning_remat.report._analysis import Analysis
+from lightning_remat.report._course import Course
 from lightning_remat.report._html import cards, legend, page, points, section, table, text
 from lightning_remat.report._units import format_bytes
+
+TITLES = ("without rematerialization", "as planned")
 
 
 def report_page(looked_at: Analysis) -> str:
@@ -25,10 +28,18 @@ def report_page(looked_at: Analysis) -> str:
     }
     if looked_at.curve:
         drawings["curve"] = _drawing.trade_off(looked_at)
+    if looked_at.whole is not None:
+        one, other = looked_at.whole
+        scale = _drawing.scale_of_whole(looked_at, one, other)
+        drawings["whole before"] = _drawing.timeline(one, scale, _drawing.BEFORE, looked_at.budget_bytes)
+        drawings["whole after"] = _drawing.timeline(
+            other, scale, _drawing.AFTER, looked_at.budget_bytes, drawings["whole before"]
+        )
     scripts, elements = _drawing.embedded(drawings)
     body = [
         _head(looked_at),
         headline(looked_at),
+        _whole(looked_at, elements),
         section("What sets the peak", points(looked_at.peak_words)),
         _lower(looked_at),
         _timelines(looked_at, elements),
@@ -44,6 +55,8 @@ def report_page(looked_at: Analysis) -> str:
 def _head(looked_at: Analysis) -> str:
     where = f" on {looked_at.device}" if looked_at.device else ""
     about = f"Plan for one training step of {looked_at.ops:,} ops{where}"
+    if looked_at.graphs > 1:
+        about = f"Plan for one of the {looked_at.graphs:,} graphs that a training step runs as: {looked_at.ops:,} ops{where}"
     return f'<h1>{text(looked_at.name)}</h1><p class="quiet">{text(about)}</p>'
 
 
@@ -71,6 +84,19 @@ def headline(looked_at: Analysis) -> str:
     return cards(items)
 
 
+def _whole(looked_at: Analysis, elements: dict[str, str]) -> str:
+    if looked_at.whole is None:
+        return ""
+    about = (
+        f"All {looked_at.graphs:,} graphs, planned within one budget: their forwards in order, then their backwards in "
+    )
+    about += "reverse. Below is one of them; what the others hold counts there as always held."
+    parts = []
+    for name, title, course in zip(("before", "after"), TITLES, looked_at.whole, strict=True):
+        parts.append(f"<h3>{title}{_few(course)}</h3>{elements[f'whole {name}']}")
+    return section("Memory over the whole step", *parts, about=about)
+
+
 def _lower(looked_at: Analysis) -> str:
     words = [change.words for change in looked_at.changes]
     if not words:
@@ -83,17 +109,17 @@ def _timelines(looked_at: Analysis, elements: dict[str, str]) -> str:
     about = "Point at the picture for the op, its module and the largest tensors. The budget is dashed, the backward shaded. "
     about += looked_at.cost_words
     parts = []
-    for name, title, course in (
-        ("before", "without rematerialization", looked_at.before),
-        ("after", "as planned", looked_at.after),
-    ):
-        few = (
-            ""
-            if course.exact
-            else f": of {course.steps:,} evaluations, each of {len(course.left):,} intervals shows the highest"
-        )
-        parts.append(f"<h3>{title}{few}</h3>{elements[name]}")
-    return section("Memory over the step", *parts, about=about)
+    for name, title, course in zip(("before", "after"), TITLES, (looked_at.before, looked_at.after), strict=True):
+        parts.append(f"<h3>{title}{_few(course)}</h3>{elements[name]}")
+    which = "this graph" if looked_at.graphs > 1 else "the step"
+    return section(f"Memory over {which}", *parts, about=about)
+
+
+def _few(course: Course) -> str:
+    """Said where not each op has an interval of its own."""
+    if course.exact:
+        return ""
+    return f": of {course.steps:,} evaluations, each of {len(course.left):,} intervals shows the highest"
 
 
 def _layers(looked_at: Analysis, elements: dict[str, str]) -> str:

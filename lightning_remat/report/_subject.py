@@ -6,7 +6,7 @@ from typing import Protocol
 
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.report._plan_table import PlanLike
-from lightning_remat.schedule import Schedule
+from lightning_remat.schedule import Schedule, Timeline, WholeStep
 
 
 class Planned(PlanLike, Protocol):
@@ -27,6 +27,16 @@ class Planned(PlanLike, Protocol):
     @property
     def as_captured(self) -> ComputationGraph:
         """The graph of the step without rematerialization."""
+
+    @property
+    def whole(self) -> WholeStep | None:
+        """The step as a whole, where the graph is one of several that it runs as."""
+
+    def timeline(self) -> Timeline:
+        """The memory timeline of the schedule."""
+
+    def baseline_timeline(self) -> Timeline:
+        """The memory timeline of the graph without rematerialization."""
 
     def baseline_schedule(self) -> Schedule:
         """The schedule of the step without rematerialization."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from lightning_remat.errors import RematError
 from lightning_remat.graph import ComputationGraph, Phase
+from lightning_remat.report._subject import Planned
 from lightning_remat.report._units import byte_unit, format_bytes, format_seconds
 from lightning_remat.schedule import Timeline
 
@@ -20,6 +21,34 @@ if TYPE_CHECKING:
 BEFORE, AFTER, BUDGET, RESIDENT, BACKWARD = "#7a7f87", "#1f6fb4", "#c62f2d", "#b4bac2", "#f4efe4"
 
 
+def plan_figure(plan: Planned, title: str = "") -> Figure:
+    """Draw the memory of the step of a plan: of all of its graphs where it runs as several (see `timeline_figure`).
+
+    Args:
+        plan: the plan.
+        title: written above both panels (by default the graph's name).
+
+    Raises:
+        RematError: when matplotlib is not installed.
+    """
+    title = title or plan.graph.name or "training step"
+    if plan.whole is None:
+        boundaries = plan.baseline_schedule().boundary, plan.schedule.boundary
+        return timeline_figure(
+            plan.graph, plan.baseline_timeline(), plan.timeline(), plan.budget_bytes, title, boundaries
+        )
+    whole = plan.whole
+    return timeline_figure(
+        plan.graph,
+        whole.before.timeline(),
+        whole.after.timeline(),
+        plan.budget_bytes,
+        f"{title}: {whole.graphs:,} graphs",
+        whole.boundaries,
+        whole.always_bytes,
+    )
+
+
 def timeline_figure(
     graph: ComputationGraph,
     before: Timeline,
@@ -27,6 +56,7 @@ def timeline_figure(
     budget_bytes: int | None = None,
     title: str = "",
     boundaries: tuple[int, int] | None = None,
+    always_bytes: int | None = None,
 ) -> Figure:
     """Draw the memory that one training step holds over its time, without and with rematerialization.
 
@@ -43,6 +73,7 @@ def timeline_figure(
         boundaries: ``Schedule.boundary`` of both: the number of steps before the backward. Without it the backward is taken
             to begin when the time of every forward op has passed once, which is too early for a schedule that recomputes in
             the forward.
+        always_bytes: what is resident, in bytes; by default the graph's.
 
     Returns:
         A figure with an Agg canvas of its own: ``figure.savefig(path)`` writes it. pyplot and its backend are not touched.
@@ -62,7 +93,7 @@ def timeline_figure(
         axes.axvspan(loss_at, curve.end, color=BACKWARD, lw=0, zorder=0)
         axes.fill_between(curve.x, curve.y / size, color=(BEFORE, AFTER)[which], alpha=0.25, lw=0)
         axes.plot(curve.x, curve.y / size, color=(BEFORE, AFTER)[which], lw=1.1)
-        resident = graph.input_bytes + graph.resident_bytes
+        resident = graph.input_bytes + graph.resident_bytes if always_bytes is None else always_bytes
         axes.fill_between([0, curve.end], resident / size, color=RESIDENT, lw=0, zorder=1.5)
         if resident > 0.08 * max(before.peak_bytes, after.peak_bytes):  # else there is no room for the words
             axes.annotate(
