@@ -278,8 +278,11 @@ class Plan:
 
 
 def trade_off(plan: Plan, seconds: float) -> tuple[TradePoint, ...]:
-    """What the step of a plan costs at other budgets, by schedules found in about so many seconds; none in 0."""
-    if seconds <= 0 or not any(op.seconds for op in plan.graph.ops):
+    """What the step of a plan costs at other budgets, by schedules found in about so many seconds; none in 0.
+
+    Nor is there one of a plan that is one of several: the others would have to change with it.
+    """
+    if seconds <= 0 or plan.whole is not None or not any(op.seconds for op in plan.graph.ops):
         return ()
     # In slices a step can be smaller, and is slower.
     graphs = [plan.graph] if plan.untiled is None else [plan.untiled, plan.graph]

@@ -14,7 +14,7 @@ from lightning_remat.report._modules import Groups, ModuleRow, module_rows
 from lightning_remat.report._replay import BESIDE, KEPT, OLD, OUTSIDE, PASSING, Held, Moment, Replay
 from lightning_remat.report._subject import Planned
 from lightning_remat.report._units import format_bytes, format_seconds
-from lightning_remat.schedule import Schedule
+from lightning_remat.schedule import Schedule, WholeStep
 
 LAYERS = 6
 """How many groups of modules have a layer of their own in the picture."""
@@ -35,6 +35,26 @@ class OpRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class Whole:
+    """A step that runs as several graphs.
+
+    Attributes:
+        graphs: how many they are.
+        before, after: memory over it without and with rematerialization.
+        always_bytes: what is held at any time.
+        baseline_seconds, seconds, overhead: of it without and with rematerialization, and the second over the first.
+    """
+
+    graphs: int
+    before: Course
+    after: Course
+    always_bytes: int
+    baseline_seconds: float
+    seconds: float
+    overhead: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Analysis:
     """A plan, looked at.
 
@@ -49,9 +69,7 @@ class Analysis:
         reserved_bytes, arrangement: of the device's allocator; 0 and "" where it is not modelled.
         counted: whether costs are numbers of ops or FLOPs, and no seconds.
         before, after: memory over the step without and with rematerialization.
-        whole: where the graph is one of several that the step runs as, memory over the whole step without and with
-            rematerialization; ``None`` elsewhere.
-        graphs: how many these are; 1 elsewhere.
+        whole: the whole step, where the graph is one of several that it runs as; ``None`` elsewhere.
         peak_before, peak: the moments of both peaks.
         modules: what each group of modules costs.
         costly: the ops that take longest, all of their evaluations together.
@@ -82,8 +100,7 @@ class Analysis:
     counted: bool
     before: Course
     after: Course
-    whole: tuple[Course, Course] | None
-    graphs: int
+    whole: Whole | None
     peak_before: Moment
     peak: Moment
     modules: tuple[ModuleRow, ...]
@@ -155,8 +172,7 @@ def analyse(plan: Planned, curve: Iterable[TradePoint] = ()) -> Analysis:
         counted=_counted(plan.graph),
         before=course(before, groups.name, layers, format_bytes),
         after=course(after, groups.name, layers, format_bytes),
-        whole=_whole(plan),
-        graphs=plan.whole.graphs if plan.whole is not None else 1,
+        whole=_whole(plan.whole),
         peak_before=peak_before,
         peak=peak,
         modules=module_rows(after, groups, plan.untiled),
@@ -167,11 +183,19 @@ def analyse(plan: Planned, curve: Iterable[TradePoint] = ()) -> Analysis:
     )
 
 
-def _whole(plan: Planned) -> tuple[Course, Course] | None:
-    if plan.whole is None:
+def _whole(step: WholeStep | None) -> Whole | None:
+    if step is None:
         return None
-    before, after = plan.whole.boundaries
-    return course_of_whole(plan.whole.before, before), course_of_whole(plan.whole.after, after)
+    before, after = step.boundaries
+    return Whole(
+        graphs=step.graphs,
+        before=course_of_whole(step.before, before),
+        after=course_of_whole(step.after, after),
+        always_bytes=step.always_bytes,
+        baseline_seconds=float(step.before.seconds.sum()),
+        seconds=float(step.after.seconds.sum()),
+        overhead=step.overhead,
+    )
 
 
 def _best(plan: Planned, curve: Iterable[TradePoint]) -> tuple[TradePoint, ...]:
@@ -222,7 +246,8 @@ def _peak_words(plan: Planned, replay: Replay, peak: Moment) -> Iterable[str]:
         yield f"No op runs: {format_bytes(peak.nbytes)} are held all through the step."
         return
     whose = peak.module or "An op outside of submodules"
-    if replay.op(replay.timeline.peak_step) in loss_head(plan.graph):
+    # Of several graphs any one may end outside of submodules.
+    if plan.whole is None and replay.op(replay.timeline.peak_step) in loss_head(plan.graph):
         whose = "The loss head"
     yield f"{whose} sets the peak: {format_bytes(peak.nbytes)}, in the {peak.phase}, while {peak.op} ({peak.target}) runs."
     alive = [replay.held(one) for one in replay.alive(replay.timeline.peak_step)]

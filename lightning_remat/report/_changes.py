@@ -44,6 +44,9 @@ def changes(
     plan: Planned, before: tuple[Replay, Moment], after: tuple[Replay, Moment], curve: Sequence[TradePoint]
 ) -> tuple[Change, ...]:
     """What would help most, the best first: nothing that the numbers do not say."""
+    if plan.whole is not None:  # what one of several graphs gains is not what the step does
+        found = [_smaller_batch(plan, before[1]), _one_graph(plan), _expandable(plan)]
+        return _best_first(found)
     found = [
         _more_memory(plan, curve),
         _searched_longer(plan, curve),
@@ -54,6 +57,10 @@ def changes(
         _to_the_host(plan, before[0], after[0]),
         _expandable(plan),
     ]
+    return _best_first(found)
+
+
+def _best_first(found: Sequence[Change | None]) -> tuple[Change, ...]:
     return tuple(sorted((one for one in found if one is not None), key=lambda one: -one.gain))
 
 
@@ -128,17 +135,30 @@ ESTIMATE = "an estimate: what is no parameter, gradient or optimizer state is ta
 
 
 def _smaller_batch(plan: Planned, moment: Moment) -> Change | None:
-    size, fixed = batch_size(plan.as_captured), _fixed(moment)
-    if size < 2 or plan.overhead <= WORTH or moment.nbytes <= max(fixed, plan.budget_bytes):
+    size, peak, fixed = batch_size(plan.as_captured), moment.nbytes, _fixed(moment)
+    overhead = plan.overhead
+    if plan.whole is not None:
+        peak, fixed, overhead = plan.whole.before.most_bytes, plan.whole.always_bytes, plan.whole.overhead
+    if size < 2 or overhead <= WORTH or peak <= max(fixed, plan.budget_bytes):
         return None
-    fits = int(size * (plan.budget_bytes - fixed) / (moment.nbytes - fixed))
+    fits = int(size * (plan.budget_bytes - fixed) / (peak - fixed))
     if fits < 1:
         return None
-    gain = 1 - plan.baseline_seconds / plan.predicted_seconds
+    gain = 1 - 1 / (1 + overhead)
     return Change(
         f"A batch of about {fits} instead of {size} would fit without rematerialization, with {gain:.1%} less time a sample if "
         f"time goes with the batch ({ESTIMATE}).",
         gain * fits / size,
+    )
+
+
+def _one_graph(plan: Planned) -> Change | None:
+    if plan.whole is None:
+        return None
+    return Change(
+        f"Capture the step as fewer graphs than {plan.whole.graphs:,}, where Python code and not FSDP divides it "
+        "(TORCH_LOGS=graph_breaks says where): one graph can be computed in slices, fused, and have tensors wait on the host.",
+        0.0,
     )
 
 

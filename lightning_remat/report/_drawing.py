@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lightning_remat.errors import RematError
-from lightning_remat.report._analysis import Analysis
+from lightning_remat.report._analysis import Analysis, Whole
 from lightning_remat.report._course import Course
 from lightning_remat.report._html import text
 from lightning_remat.report._units import byte_unit, format_bytes, time_unit
@@ -53,11 +53,11 @@ class Scale:
         self.time, self.second_size = (costs, 1.0) if costs else time_unit(seconds)
 
 
-def scale_of_whole(looked_at: Analysis, before: Course, after: Course) -> Scale:
+def scale_of_whole(looked_at: Analysis, whole: Whole) -> Scale:
     """The units for drawings of a step that runs as several graphs."""
     costs = "ops" if looked_at.baseline_seconds <= 0 else "cost" if looked_at.counted else ""
-    most = max(before.nbytes.max(initial=0), after.nbytes.max(initial=0), looked_at.budget_bytes)
-    return Scale(int(most), max(before.end, after.end), costs)
+    most = max(whole.before.nbytes.max(initial=0), whole.after.nbytes.max(initial=0), looked_at.budget_bytes)
+    return Scale(int(most), max(whole.before.end, whole.after.end), costs)
 
 
 def scale_of(*looked_at: Analysis, before: bool = False) -> Scale:

@@ -17,7 +17,8 @@ def explanation(looked_at: Analysis) -> str:
     """Why the step needs what it needs, module by module, and the changes that would help most."""
     peak, baseline = looked_at.peak.nbytes, looked_at.peak_before.nbytes
     lines = [
-        f"{looked_at.name}: {looked_at.ops:,} ops{_of_whole(looked_at)}",
+        f"{looked_at.name}: {looked_at.ops:,} ops",
+        *_of_whole(looked_at),
         f"  without rematerialization: peak {format_bytes(baseline)}, {looked_at.cost(looked_at.baseline_seconds)} a step",
         f"  as planned: peak {format_bytes(peak)}, {looked_at.cost(looked_at.seconds)} a step ({looked_at.overhead:+.1%})",
         f"  budget {format_bytes(looked_at.budget_bytes)}; always held {format_bytes(looked_at.floor_bytes)}",
@@ -34,12 +35,17 @@ def explanation(looked_at: Analysis) -> str:
     return "\n".join([*lines, *(changes or ["  Nothing that these numbers show would help much."])])
 
 
-def _of_whole(looked_at: Analysis) -> str:
-    if looked_at.whole is None:
-        return ""
-    before, after = looked_at.whole
-    extra = f"{after.end / before.end - 1:+.1%}"
-    return f", one of {looked_at.graphs:,} graphs; the whole step takes {looked_at.cost(after.end)} ({extra})"
+def _of_whole(looked_at: Analysis) -> list[str]:
+    whole = looked_at.whole
+    if whole is None:
+        return []
+    before, after = (format_bytes(int(course.nbytes.max())) for course in (whole.before, whole.after))
+    return [
+        f"  one of the {whole.graphs:,} graphs of a step, which as a whole has",
+        f"    without rematerialization: peak {before}, {looked_at.cost(whole.baseline_seconds)}",
+        f"    as planned: peak {after}, {looked_at.cost(whole.seconds)} ({whole.overhead:+.1%})",
+        "  this graph has, beside the others",
+    ]
 
 
 def _modules(looked_at: Analysis) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_remat.report._analysis import Analysis
+from lightning_remat.report._analysis import Analysis, Whole
 from lightning_remat.report._course import Course
 from lightning_remat.report._html import text
 from lightning_remat.report._units import format_bytes
@@ -13,13 +13,15 @@ BEFORE, AFTER, BUDGET = "#6b7280", "#0072b2", "#d55e00"
 
 def notebook_view(looked_at: Analysis) -> str:
     """A plan as a piece of HTML."""
-    peak, baseline = looked_at.peak.nbytes, looked_at.peak_before.nbytes
+    step = looked_at if looked_at.whole is None else looked_at.whole
+    peaks = [format_bytes(int(course.nbytes.max(initial=0))) for course in (step.before, step.after)]
+    of = "" if looked_at.whole is None else f", one of {looked_at.whole.graphs:,} graphs"
     rows = [
-        ("peak", format_bytes(baseline), format_bytes(peak)),
+        ("peak", *peaks),
         (
             "step, predicted",
-            looked_at.cost(looked_at.baseline_seconds),
-            f"{looked_at.cost(looked_at.seconds)} ({looked_at.overhead:+.1%})",
+            looked_at.cost(step.baseline_seconds),
+            f"{looked_at.cost(step.seconds)} ({step.overhead:+.1%})",
         ),
         ("largest at the peak", _largest(looked_at, 0), _largest(looked_at, 1)),
     ]
@@ -29,11 +31,11 @@ def notebook_view(looked_at: Analysis) -> str:
         for name, one, other in rows
     )
     return (
-        f'<div style="max-width:{WIDTH}px"><b>{text(looked_at.name)}</b>: {looked_at.ops:,} ops, budget '
+        f'<div style="max-width:{WIDTH}px"><b>{text(looked_at.name)}</b>: {looked_at.ops:,} ops{of}, budget '
         f"{text(format_bytes(looked_at.budget_bytes))}, {text(looked_at.solver)} ({text(looked_at.status)})"
         "<table><thead><tr><th></th><th>without rematerialization</th><th>as planned</th></tr></thead>"
         f"<tbody>{cells}</tbody></table>"
-        f"{_drawing(looked_at)}</div>"
+        f"{_drawing(looked_at, step)}</div>"
     )
 
 
@@ -42,12 +44,13 @@ def _largest(looked_at: Analysis, which: int) -> str:
     return f"{largest[0].name} of {largest[0].module}, {format_bytes(largest[0].nbytes)}" if largest else "-"
 
 
-def _drawing(looked_at: Analysis) -> str:
-    most = 1.05 * max(looked_at.peak.nbytes, looked_at.peak_before.nbytes, looked_at.budget_bytes, 1)
-    end = max(looked_at.before.end, looked_at.after.end) or 1.0
+def _drawing(looked_at: Analysis, step: Analysis | Whole) -> str:
+    courses = (step.before, step.after)
+    most = 1.05 * max(*(int(course.nbytes.max(initial=0)) for course in courses), looked_at.budget_bytes, 1)
+    end = max(course.end for course in courses) or 1.0
     lines = "".join(
         f'<polyline points="{_points(course, end, most)}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
-        for course, colour in ((looked_at.before, BEFORE), (looked_at.after, AFTER))
+        for course, colour in zip(courses, (BEFORE, AFTER), strict=True)
     )
     budget = HEIGHT * (1 - looked_at.budget_bytes / most)
     return (

@@ -150,9 +150,12 @@ def halves(graph: ComputationGraph, schedule: Schedule, outside: str, more_bytes
         tuple(names),
         tuple(op.module for _, op in steps),
     )
-    begin = names.index(outside) if outside in names else int(np.searchsorted(at, schedule.boundary))
-    end = begin + (outside in names)
-    return whole.part(0, begin), whole.part(begin, end), whole.part(end, len(whole))
+    if outside not in names:
+        begin = int(np.searchsorted(at, schedule.boundary))
+        return whole.part(0, begin), whole.part(begin, begin), whole.part(begin, len(whole))
+    begin = names.index(outside)
+    needed = begin + (steps[begin][1].workspace_bytes > 0)
+    return whole.part(0, begin), whole.part(begin, needed), whole.part(begin + 1, len(whole))
 
 
 def joined(graphs: Sequence[Halves]) -> tuple[Stretch, int]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import builtins
 import dataclasses
 import re
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,11 @@ from lightning_remat.errors import RematError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner import Plan
 from lightning_remat.report import TradePoint, analyse, compared_page, format_bytes, report_page
-from tests.helpers.browser import browser
+from tests.helpers.browser import WIDTHS, opened
 from tests.helpers.graphs import unit_chain
 from tests.helpers.plans import plan_by_blocks, plan_of, small_transformer
 
 HOSTILE = "<!--<script></script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
-WIDTHS = (1280, 390)
 MOST_BYTES = 3_000_000
 
 
@@ -46,46 +43,6 @@ def with_names(graph: ComputationGraph, suffix: str) -> ComputationGraph:
 def curve(plan: Plan) -> list[TradePoint]:
     peak, seconds = plan.predicted_peak_bytes, plan.predicted_seconds
     return [TradePoint(n, n, seconds * peak / n) for n in (peak * 3 // 4, peak * 9 // 8)]
-
-
-class Opened:
-    """A page in a browser, with what it asked for and complained of."""
-
-    def __init__(self, page: Any, path: Path) -> None:
-        self.page, self.asked, self.complaints = page, [], []
-        page.on("request", lambda request: self.asked.append(request.url))
-        page.on("console", lambda said: self.complaints.extend([said.text] * (said.type in ("error", "warning"))))
-        page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        started = time.monotonic()
-        page.goto(path.as_uri())
-        page.locator(".bk-Figure").first.wait_for()
-        self.seconds = time.monotonic() - started
-        self.uri = path.as_uri()
-
-    def point_at(self, which: int, share: float) -> str:
-        """What is said where a drawing is pointed at, a share of its width from its left."""
-        figure = self.page.locator(".bk-Figure").nth(which)
-        figure.scroll_into_view_if_needed()
-        box = figure.bounding_box()
-        self.page.mouse.move(box["x"] + box["width"] * share, box["y"] + box["height"] * 0.5)
-        tip = self.page.locator("div.tip").first
-        tip.wait_for()
-        return str(tip.inner_text())
-
-    def holds(self) -> None:
-        """It asked for nothing but itself, complained of nothing, and does not run over to the side."""
-        assert self.asked == [self.uri] and self.complaints == []
-        assert self.page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    with browser() as started:
-        yield started
-
-
-def opened(chromium: Any, path: Path, width: int = WIDTHS[0]) -> Opened:
-    return Opened(chromium.new_page(viewport={"width": width, "height": 900}), path)
 
 
 @pytest.mark.long

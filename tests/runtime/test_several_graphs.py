@@ -75,6 +75,12 @@ def test_graphs_share_one_budget(share: float, parts: int) -> None:
     assert max(plan.predicted_peak_bytes for plan in together) <= budget
     assert {plan.budget_bytes for plan in together} == {budget}
     assert any(plan.rematerializes for plan in together)
+    (whole,) = {id(plan.whole): plan.whole for plan in together}.values()
+    assert whole is not None and whole.graphs == parts and all(plan.whole is None for plan in alone)
+    assert whole.after.most_bytes == max(plan.predicted_peak_bytes for plan in together)
+    assert whole.before.most_bytes == max(plan.baseline_peak_bytes for plan in together)
+    assert whole.after.seconds.sum() == sum(plan.predicted_seconds for plan in together)
+    assert whole.before.seconds.sum() == sum(plan.baseline_seconds for plan in together)
     assert any(op.workspace_bytes for plan in together for op in plan.graph.ops if op.name == "outside")
     measured = held_bytes(module, x, gradients=True) + peak_memory(lambda: step(module, scheduled, x), "cpu")
     assert measured <= budget
