@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.browser import browser
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
     with browser() as started:
         yield started
