@@ -40,7 +40,7 @@ def plan_metrics(plan: Plan) -> dict[str, float]:
             "remat/budget_GiB": plan.budget_bytes / GIB,
             "remat/predicted_peak_GiB": plan.predicted_allocated_bytes / GIB,
             "remat/predicted_saving_percent": 100 * plan.saving,
-            "remat/predicted_overhead_percent": 100 * (plan.whole or plan).overhead,
+            "remat/predicted_overhead_percent": 100 * plan.of_whole().overhead,
             "remat/planning_seconds": plan.cost_seconds + plan.solve_seconds,
         }
     )
@@ -94,7 +94,9 @@ def show_plan(trainer: pl.Trainer, plan: Plan) -> None:
     if not trainer.is_global_zero:
         return
     text = io.StringIO()
-    Console(file=text, width=TABLE_WIDTH).print(plan_table({plan.graph.name: plan}, title="Rematerialization"))
+    Console(file=text, width=TABLE_WIDTH).print(
+        plan_table({plan.graph.name: plan.of_whole()}, title="Rematerialization")
+    )
     bar = trainer.progress_bar_callback
     if bar is not None and getattr(bar, "is_enabled", False):
         bar.print(text.getvalue())

@@ -166,7 +166,7 @@ class RematCallback(Callback):
         self.training_step: TrainingStep | None = None
         self.at_hand: AtHand | None = None
         self._step: ScheduledStep | None = None  # kept after the fit: its plans can be read
-        self._announced = 0
+        self._announced, self._shown = 0, 0  # how many plans were looked at, and shown
         self._batches, self._told = 0, False
         self._measure_next = 0  # steps
         self._over = False  # a warning was given that a step took more than predicted
@@ -271,7 +271,8 @@ class RematCallback(Callback):
         self, trainer: pl.Trainer, module: pl.LightningModule, progress: Callable[[str], None]
     ) -> TrainingStep | None:
         """The planned step of a new fit; ``None``, with a warning, where nothing can be scheduled."""
-        self._step, self._announced, self._measure_next, self.measured_peak_bytes = None, 0, 0, None
+        self._step, self._measure_next, self.measured_peak_bytes = None, 0, None
+        self._announced, self._shown = 0, 0
         self._over = False
         self._batches, self._told, self.check_report = 0, False, None
         self._folder = plan_folder(trainer)
@@ -378,27 +379,30 @@ class RematCallback(Callback):
         """Print, log and save the plans that are new."""
         if self._step is None:
             return
-        new = list(enumerate(self._step.plans[self._announced :], start=self._announced + 1))
-        if not new:
+        found = self._step.plans[self._announced :]
+        self._announced += len(found)
+        if not found:
             return
         # Measure a later step, since planning has disturbed this one; where that costs nothing, a few of them.
         self._measure_next = FIRST_STEPS if trainer.strategy.root_device.type == "cuda" else 1
+        new = [plan for plan in found if not plan.for_once]
+        if not new:
+            return
         # Of the graphs of one step, the last of those: what it holds, the earlier ones count as needed after their forwards.
-        largest = max(reversed(new), key=lambda one: one[1].predicted_peak_bytes)
-        for number, plan in new if len(new) <= MOST_SHOWN else [largest]:
-            if self._announced == 0:
+        largest = max(reversed(new), key=lambda plan: plan.predicted_peak_bytes)
+        for plan in new if len(new) <= MOST_SHOWN else [largest]:
+            self._shown += 1
+            if self._shown == 1:
                 show_plan(trainer, plan)
             else:
                 rank_zero_info(f"{plan.graph.name}: {plan.summary()}")
-            self._announced = number
             log_metrics(trainer, plan_metrics(plan))
             if self.config.artifacts:
-                write_plan(trainer, plan, number, self._folder)
+                write_plan(trainer, plan, self._shown, self._folder)
         if len(new) > MOST_SHOWN:
             rank_zero_info(
-                f"{largest[1].graph.name}: {len(new)} plans in all, for its parts; this is the one that sets the peak"
+                f"{largest.graph.name}: {len(new)} plans in all, for its parts; this is the one that sets the peak"
             )
-        self._announced = len(self._step.plans)
 
     def _tell_what_is_left_out(self, module: pl.LightningModule, step: ScheduledStep) -> None:
         names = step.left_out(module)

@@ -17,7 +17,7 @@ from lightning_remat.errors import GraphError, InfeasibleBudgetError, ScheduleEr
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._device_memory import DeviceMemory
-from lightning_remat.planner._plan import Plan
+from lightning_remat.planner._plan import FOR_ONCE, Plan
 from lightning_remat.planner._plan_cache import PlanCache
 from lightning_remat.schedule import simulate, verify
 from lightning_remat.solvers import INTERRUPTED, OF_NO_USE, Problem, Solution, Status, find_smallest, solve
@@ -40,9 +40,6 @@ OVERRUN = 0.05
 
 UNPLANNED = "none"
 """The solver's name in a plan that is the captured order whatever the budget (`unplanned`)."""
-
-FOR_ONCE = "the smallest, until the call as a whole is known"
-"""Note in the plan of one part of a call for which alone no schedule within the budget was found, or looked for."""
 
 LEAST_SECONDS = 3.0
 """Time limit of a plan that keeps as little as can be, until the call as a whole is known."""

@@ -27,6 +27,9 @@ from lightning_remat.solvers import Problem, Solution, Status, plan_curve
 FORMAT = "lightning_remat.plan"
 FORMAT_VERSION = 1
 
+FOR_ONCE = "the smallest, until the call as a whole is known"
+"""Note in the plan of one part of a call for which alone no schedule within the budget was found, or looked for."""
+
 CURVE_POINTS, CURVE_SECONDS = 12, 10.0
 """How many budgets a plan's trade-off has, and the seconds that it may take."""
 
@@ -113,6 +116,11 @@ class Plan:
         return any(count > 1 for op, count in self.schedule.evaluations.items() if not self.graph.is_view[op])
 
     @property
+    def for_once(self) -> bool:
+        """Whether it is the plan of one part of a step, by which that runs until the step as a whole is known and planned."""
+        return FOR_ONCE in self.notes
+
+    @property
     def copies(self) -> int:
         """How many copies of tensors a step makes to the host, and back."""
         return sum(isinstance(step, Copy) and not step.ended for step in self.schedule.steps)
@@ -127,6 +135,18 @@ class Plan:
     def saving(self) -> float:
         """Share of the baseline peak that is saved: ``1 - predicted / baseline``."""
         return 1.0 - self.predicted_peak_bytes / self.baseline_peak_bytes if self.baseline_peak_bytes else 0.0
+
+    def of_whole(self) -> Plan:
+        """The plan with the times of the whole step, where its graph is one of several; the bound is each op once then."""
+        if self.whole is None:
+            return self
+        once = float(self.whole.before.seconds.sum())
+        return dataclasses.replace(
+            self,
+            predicted_seconds=float(self.whole.after.seconds.sum()),
+            baseline_seconds=once,
+            lower_bound_seconds=once,
+        )
 
     def solution(self) -> Solution:
         """The plan as the solution that a solver would have returned."""

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.errors import InfeasibleBudgetError, ScheduleError
 from lightning_remat.planner._beside import NOTHING_BESIDE, Beside
-from lightning_remat.planner._make import FOR_ONCE
 from lightning_remat.planner._together import Part, with_outside
 from lightning_remat.runtime._call import Call, Shapes
 from lightning_remat.runtime._graph import Graph, Path
@@ -142,7 +141,7 @@ class Paths:
 
     def _in_parts(self) -> bool:
         """Whether the present call has several graphs, one that is over the budget, or measured memory beside it."""
-        alone = any(FOR_ONCE in plan.notes for plan in self._plans.ran)
+        alone = any(plan.for_once for plan in self._plans.ran)
         return len(self._call.ran) > 1 or alone or (self._call.shapes, self._call.path) in self.beside
 
     def _needs_one_plan(self, shapes: Shapes, path: Path) -> bool:
@@ -154,7 +153,7 @@ class Paths:
         budget = parse_budget(self._plans.planning.config.budget)
         of_each = budget.kind is BudgetKind.MIN or (budget.kind is BudgetKind.SHARE and budget.value != 1)
         shared = sum(len(graph.weights) for graph in path) > len({key for graph in path for key in graph.weights})
-        return of_each or shared or any(plan.rematerializes or FOR_ONCE in plan.notes for plan in self._plans.ran)
+        return of_each or shared or any(plan.rematerializes or plan.for_once for plan in self._plans.ran)
 
     def plan_path(self, shapes: Shapes, path: Path) -> None:
         """Plan the graphs of a path together; if possible, the first ones keep the plans that other paths share."""

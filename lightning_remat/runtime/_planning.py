@@ -22,7 +22,6 @@ from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._device_memory import DeviceAllocator, DeviceMemory, allocated_bytes
 from lightning_remat.planner._host import found_host, why_not, with_host
 from lightning_remat.planner._make import (
-    FOR_ONCE,
     UNPLANNED,
     AtHand,
     Progress,
@@ -97,7 +96,7 @@ class Planning:
     def _holds(self, plan: Plan) -> bool:
         """Whether a plan that was made within another budget is one for the present budget too."""
         budget = parse_budget(self.config.budget)
-        if budget.kind is not BudgetKind.SIZE or FOR_ONCE in plan.notes or plan.solver == UNPLANNED:
+        if budget.kind is not BudgetKind.SIZE or plan.for_once or plan.solver == UNPLANNED:
             return True
         return plan.predicted_peak_bytes <= int(budget.value or 0)
 

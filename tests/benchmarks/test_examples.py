@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_remat import Plan
 from tests.helpers.places import ROOT
 
 EXAMPLES = {
@@ -38,6 +39,13 @@ def test_example(name: str, tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
     assert "predicted peak" in said or "measured" in said
     assert "could not be captured" not in said
+    if name == "fsdp2":  # what is saved and shown is of the whole step, not of units that await the others
+        paths = sorted(tmp_path.rglob("remat/plan-*.json"))
+        assert paths[0].name == "plan-1.json" and paths[0].with_suffix(".html").exists()
+        for plan in map(Plan.load, paths):
+            assert not plan.for_once and plan.whole is not None and plan.whole.graphs == 7
+            assert plan.whole.after.most_bytes == plan.predicted_peak_bytes <= plan.budget_bytes
+            assert plan.whole.before.most_bytes == plan.baseline_peak_bytes
 
 
 def test_every_example_is_run_and_has_a_readme() -> None:
