@@ -16,7 +16,7 @@ from tests.helpers.places import ROOT
 
 EXAMPLES = {
     "segmentation": "--size 64 --width 4 --steps 6 --budget 0.8 --time-limit 1",
-    "batch_size_finder": "--small --budget 12MiB --steps 2 --time-limit 0.3",
+    "batch_size_finder": "--small --budget 5MiB --steps 2 --time-limit 0.3",
     "ddp": "--small --steps 6 --time-limit 0.3",
     "fsdp2": "--small --steps 8 --time-limit 0.3",
     "hydra": "trainer.max_steps=3 callbacks.remat.budget=0.6 callbacks.remat.time_limit=1 +callbacks.remat.cost_model=unit",
