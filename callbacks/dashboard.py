@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ TABLE_WIDTH = 130
 
 def plan_metrics(plan: Plan) -> dict[str, float]:
     """Scalars of a plan for the loggers, units in their names."""
+    plan = plan.of_whole()
     reserved = (
         {"remat/predicted_reserved_GiB": plan.predicted_reserved_bytes / GIB} if plan.footprint is not None else {}
     )
@@ -40,7 +42,7 @@ def plan_metrics(plan: Plan) -> dict[str, float]:
             "remat/budget_GiB": plan.budget_bytes / GIB,
             "remat/predicted_peak_GiB": plan.predicted_allocated_bytes / GIB,
             "remat/predicted_saving_percent": 100 * plan.saving,
-            "remat/predicted_overhead_percent": 100 * plan.of_whole().overhead,
+            "remat/predicted_overhead_percent": 100 * plan.overhead,
             "remat/planning_seconds": plan.cost_seconds + plan.solve_seconds,
         }
     )
@@ -80,6 +82,25 @@ def over_prediction(plan: Plan, peak: PeakMemory, measured_bytes: int, recorded:
         "RematCallback(reserve=...). Cost models other than 'profile' know no workspaces. Otherwise please report this, with "
         f"the plan that is saved as remat/plan-*.json in the log directory, torch {torch.__version__}, and the device's name"
     )
+
+
+MOST_SHOWN = 4
+"""Plans of parts of a step that are shown each, where they were not made together; of more, the one with the largest peak."""
+
+
+def worth_showing(plans: Sequence[Plan]) -> list[Plan]:
+    """Of the plans that one step has brought, those to show and save.
+
+    Of plans for the graphs of a whole step that is the one that sets the peak. What the graphs had before those were made does
+    not run any more, and what is made for once is shown with the whole only.
+    """
+    together = [plan for plan in plans if plan.whole is not None]
+    if together:
+        whole = together[-1].whole
+        # The last of those with the largest peak: what it holds, the earlier graphs count as needed after their forwards.
+        return [max((p for p in reversed(together) if p.whole == whole), key=lambda plan: plan.predicted_peak_bytes)]
+    found = [plan for plan in plans if not plan.for_once]
+    return found if len(found) <= MOST_SHOWN else [max(found, key=lambda plan: plan.predicted_peak_bytes)]
 
 
 def log_metrics(trainer: pl.Trainer, metrics: dict[str, float]) -> None:

@@ -26,6 +26,7 @@ from lightning_remat.callbacks.dashboard import (
     plan_folder,
     plan_metrics,
     show_plan,
+    worth_showing,
     write_plan,
 )
 from lightning_remat.callbacks.distributed import bucket_bytes, held_on_device
@@ -42,9 +43,6 @@ from lightning_remat.runtime import ScheduledStep, is_compiled, unknown_torch
 
 FIRST_STEPS = 3
 """Steps that are measured after each new plan on CUDA, where that costs nothing: the allocator keeps its peak."""
-
-MOST_SHOWN = 4
-"""New plans that are shown and saved each; of more (a step of many parts), the one with the largest peak."""
 
 SHOWN = 3
 """Parameters that a warning names, at most."""
@@ -385,12 +383,8 @@ class RematCallback(Callback):
             return
         # Measure a later step, since planning has disturbed this one; where that costs nothing, a few of them.
         self._measure_next = FIRST_STEPS if trainer.strategy.root_device.type == "cuda" else 1
-        new = [plan for plan in found if not plan.for_once]
-        if not new:
-            return
-        # Of the graphs of one step, the last of those: what it holds, the earlier ones count as needed after their forwards.
-        largest = max(reversed(new), key=lambda plan: plan.predicted_peak_bytes)
-        for plan in new if len(new) <= MOST_SHOWN else [largest]:
+        shown = worth_showing(found)
+        for plan in shown:
             self._shown += 1
             if self._shown == 1:
                 show_plan(trainer, plan)
@@ -399,10 +393,8 @@ class RematCallback(Callback):
             log_metrics(trainer, plan_metrics(plan))
             if self.config.artifacts:
                 write_plan(trainer, plan, self._shown, self._folder)
-        if len(new) > MOST_SHOWN:
-            rank_zero_info(
-                f"{largest.graph.name}: {len(new)} plans in all, for its parts; this is the one that sets the peak"
-            )
+        if shown and shown[0].whole is None and len(shown) < len(found):
+            rank_zero_info(f"{shown[0].graph.name}: {len(found)} plans in all, for its parts")
 
     def _tell_what_is_left_out(self, module: pl.LightningModule, step: ScheduledStep) -> None:
         names = step.left_out(module)

@@ -77,10 +77,10 @@ def run(name: str) -> dict[str, Any]:
     figure.savefig(PICTURES / f"{name}.png", dpi=75)
     return {
         "without": numbers["without"]["peak_bytes"] if numbers else plan.baseline_peak_bytes,
-        "with": numbers["with"]["peak_bytes"] if numbers else plan.predicted_peak_bytes,
+        "with": numbers["with"]["peak_bytes"] if numbers else plan.of_whole().predicted_peak_bytes,
         "measured": bool(numbers),
         "equal": numbers.get("equal", True),
-        "overhead": (plan.whole or plan).overhead,
+        "overhead": plan.of_whole().overhead,
     }
 
 

@@ -147,10 +147,8 @@ def test_a_running_profiler_is_left_alone() -> None:
 
 def test_what_another_thread_releases_is_free_when_it_is_allocated_again() -> None:
     """The profiler does not see that thread; gloo's are such."""
-    first, other = (
-        64 * MIB,
-        48 * MIB,
-    )  # of such sizes the system maps each block by itself, in the highest gap that fits
+    # Of such sizes the system maps each block by itself, in the highest gap that fits.
+    first, other = 64 * MIB, 48 * MIB
     kept: list[torch.Tensor] = []
 
     def release_elsewhere() -> None:

@@ -11,10 +11,7 @@ import dataclasses
 
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._plan import Plan
-from lightning_remat.schedule import Compute, simulate
-
-OUTSIDE = "outside"
-"""Name of the op that stands for the memory that others need between a graph's forward and its backward."""
+from lightning_remat.schedule import OUTSIDE, Compute, simulate
 
 
 @dataclasses.dataclass(frozen=True)

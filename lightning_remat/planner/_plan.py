@@ -54,7 +54,8 @@ class Plan:
             with allocators that are not modelled.
         untiled: the graph as it was captured, where ``graph`` computes a part of it in slices: the step without
             rematerialization is that. ``None`` elsewhere.
-        whole: the step as a whole, as it was planned, where ``graph`` is one of several that it runs as; ``None`` elsewhere.
+        whole: the step as a whole, as it was planned, where ``graph`` is one of several that it runs as; ``None`` elsewhere. Of
+            steps that begin with the same graphs, and share these graphs' plans, it is the first that was planned.
 
     Example:
         >>> import torch
@@ -117,7 +118,7 @@ class Plan:
 
     @property
     def for_once(self) -> bool:
-        """Whether it is the plan of one part of a step, by which that runs until the step as a whole is known and planned."""
+        """Whether it was made for one part of a step, as small as can be, before the step as a whole was known."""
         return FOR_ONCE in self.notes
 
     @property
@@ -137,15 +138,15 @@ class Plan:
         return 1.0 - self.predicted_peak_bytes / self.baseline_peak_bytes if self.baseline_peak_bytes else 0.0
 
     def of_whole(self) -> Plan:
-        """The plan with the times of the whole step, where its graph is one of several; the bound is each op once then."""
+        """The plan with peak and times of the whole step, where its graph is one of several; the gap is unknown then."""
         if self.whole is None:
             return self
-        once = float(self.whole.before.seconds.sum())
         return dataclasses.replace(
             self,
+            predicted_peak_bytes=self.whole.after.most_bytes,
             predicted_seconds=float(self.whole.after.seconds.sum()),
-            baseline_seconds=once,
-            lower_bound_seconds=once,
+            baseline_seconds=float(self.whole.before.seconds.sum()),
+            lower_bound_seconds=0.0,
         )
 
     def solution(self) -> Solution:

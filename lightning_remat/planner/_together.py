@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Sequence
 
@@ -27,14 +26,14 @@ from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.errors import InfeasibleBudgetError
 from lightning_remat.graph import ComputationGraph, Host, Op, Phase
-from lightning_remat.planner._beside import NOTHING_BESIDE, OUTSIDE, Beside, floor_bytes, needing
+from lightning_remat.planner._beside import NOTHING_BESIDE, Beside, floor_bytes, needing
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._device_memory import DeviceMemory, less
 from lightning_remat.planner._make import Progress, make_plan, resolve_budget
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._plan_cache import PlanCache
 from lightning_remat.planner._surroundings import Surroundings, Weights, replayed_bytes
-from lightning_remat.schedule import Schedule, Timeline, WholeStep, halves, joined, simulate
+from lightning_remat.schedule import OUTSIDE, Schedule, Timeline, simulate
 from lightning_remat.solvers import INTERRUPTED, Problem, Status, plan_curve
 from lightning_remat.solvers.common._prune import once
 from lightning_remat.solvers.common._registry import ANY_ORDER
@@ -148,35 +147,6 @@ def plan_together(
         InfeasibleBudgetError: when no choice of schedules was found; it names the smallest budget for which one was.
         BudgetError: for a size over what the device has.
     """
-    return _with_whole(_planned_within(parts, config, fixed, held_bytes, progress, cache, memory, reserved))
-
-
-def _with_whole(plans: Sequence[Plan]) -> list[Plan]:
-    """Plans of graphs that were planned together, with the step as a whole where they are several."""
-    if len(plans) == 1:
-        return list(plans)
-    baselines = [(plan, plan.baseline_schedule()) for plan in plans]
-    # What each keeps more where it evaluates nothing again is held while the later ones run.
-    more = [simulate(plan.as_captured, plain).saved_bytes - kept_bytes(plan) for plan, plain in baselines]
-    beside = itertools.accumulate(more, initial=0)
-    before, ahead = joined(
-        [halves(plan.as_captured, plain, OUTSIDE, held) for (plan, plain), held in zip(baselines, beside, strict=False)]
-    )
-    after, ahead_after = joined([halves(plan.graph, plan.schedule, OUTSIDE) for plan in plans])
-    whole = WholeStep(len(plans), before, after, (ahead, ahead_after))
-    return [dataclasses.replace(plan, whole=whole) for plan in plans]
-
-
-def _planned_within(
-    parts: Sequence[Part],
-    config: RematConfig,
-    fixed: Sequence[Schedule],
-    held_bytes: int,
-    progress: Progress | None,
-    cache: PlanCache | None,
-    memory: DeviceMemory | None,
-    reserved: bool,
-) -> list[Plan]:
     plans = _planned_together(parts, config, fixed, held_bytes, progress, cache)
     if memory is None:
         return plans

@@ -14,7 +14,8 @@ from lightning_remat.report._modules import Groups, ModuleRow, module_rows
 from lightning_remat.report._replay import BESIDE, KEPT, OLD, OUTSIDE, PASSING, Held, Moment, Replay
 from lightning_remat.report._subject import Planned
 from lightning_remat.report._units import format_bytes, format_seconds
-from lightning_remat.schedule import Schedule, WholeStep
+from lightning_remat.schedule import OUTSIDE as NEEDED
+from lightning_remat.schedule import Schedule
 
 LAYERS = 6
 """How many groups of modules have a layer of their own in the picture."""
@@ -35,14 +36,15 @@ class OpRow:
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole:
-    """A step that runs as several graphs.
+class Step:
+    """A training step, of whatever number of graphs.
 
     Attributes:
-        graphs: how many they are.
+        graphs: how many it runs as.
         before, after: memory over it without and with rematerialization.
-        always_bytes: what is held at any time.
+        always_bytes: what is held whatever the schedule; of several graphs, what is held at any time.
         baseline_seconds, seconds, overhead: of it without and with rematerialization, and the second over the first.
+        counted: whether costs are numbers of ops or FLOPs, and no seconds.
     """
 
     graphs: int
@@ -52,6 +54,21 @@ class Whole:
     baseline_seconds: float
     seconds: float
     overhead: float
+    counted: bool
+
+    @property
+    def baseline_bytes(self) -> int:
+        """The peak without rematerialization."""
+        return int(self.before.nbytes.max(initial=0))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak with rematerialization."""
+        return int(self.after.nbytes.max(initial=0))
+
+    def cost(self, seconds: float) -> str:
+        """A cost in words: a time, or a number where the cost model counts something else."""
+        return _cost(seconds, self.counted)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +86,7 @@ class Analysis:
         reserved_bytes, arrangement: of the device's allocator; 0 and "" where it is not modelled.
         counted: whether costs are numbers of ops or FLOPs, and no seconds.
         before, after: memory over the step without and with rematerialization.
-        whole: the whole step, where the graph is one of several that it runs as; ``None`` elsewhere.
+        step: the whole step. What else is told is of the graph, which is the only one of most steps.
         peak_before, peak: the moments of both peaks.
         modules: what each group of modules costs.
         costly: the ops that take longest, all of their evaluations together.
@@ -100,7 +117,7 @@ class Analysis:
     counted: bool
     before: Course
     after: Course
-    whole: Whole | None
+    step: Step
     peak_before: Moment
     peak: Moment
     modules: tuple[ModuleRow, ...]
@@ -111,9 +128,7 @@ class Analysis:
 
     def cost(self, seconds: float) -> str:
         """A cost in words: a time, or a number where the cost model counts something else."""
-        if not self.counted:
-            return format_seconds(seconds)
-        return f"{seconds:,.0f}" if math.isfinite(seconds) else "-"
+        return _cost(seconds, self.counted)
 
     @property
     def cost_words(self) -> str:
@@ -150,6 +165,7 @@ def analyse(plan: Planned, curve: Iterable[TradePoint] = ()) -> Analysis:
     before, after = Replay(captured, plan.baseline_schedule()), Replay(plan.graph, plan.schedule)
     peak_before, peak = before.peak(groups.name), after.peak(groups.name, COSTLY)
     layers = _layers(groups, peak_before, peak)
+    courses = (course(before, groups.name, layers, format_bytes), course(after, groups.name, layers, format_bytes))
     return Analysis(
         name=plan.graph.name or "training step",
         device=plan.graph.device,
@@ -170,9 +186,9 @@ def analyse(plan: Planned, curve: Iterable[TradePoint] = ()) -> Analysis:
         arrangement=plan.arrangement,
         host_bytes=plan.host_bytes,
         counted=_counted(plan.graph),
-        before=course(before, groups.name, layers, format_bytes),
-        after=course(after, groups.name, layers, format_bytes),
-        whole=_whole(plan.whole),
+        before=courses[0],
+        after=courses[1],
+        step=_step(plan, *courses),
         peak_before=peak_before,
         peak=peak,
         modules=module_rows(after, groups, plan.untiled),
@@ -183,19 +199,27 @@ def analyse(plan: Planned, curve: Iterable[TradePoint] = ()) -> Analysis:
     )
 
 
-def _whole(step: WholeStep | None) -> Whole | None:
-    if step is None:
-        return None
-    before, after = step.boundaries
-    return Whole(
-        graphs=step.graphs,
-        before=course_of_whole(step.before, before),
-        after=course_of_whole(step.after, after),
-        always_bytes=step.always_bytes,
-        baseline_seconds=float(step.before.seconds.sum()),
-        seconds=float(step.after.seconds.sum()),
-        overhead=step.overhead,
+def _step(plan: Planned, before: Course, after: Course) -> Step:
+    whole = plan.whole
+    if whole is None:
+        seconds = (plan.baseline_seconds, plan.predicted_seconds, plan.overhead)
+        return Step(1, before, after, plan.graph.floor_bytes, *seconds, _counted(plan.graph))
+    return Step(
+        graphs=whole.graphs,
+        before=course_of_whole(whole.before, whole.boundaries[0]),
+        after=course_of_whole(whole.after, whole.boundaries[1]),
+        always_bytes=whole.always_bytes,
+        baseline_seconds=float(whole.before.seconds.sum()),
+        seconds=float(whole.after.seconds.sum()),
+        overhead=whole.overhead,
+        counted=whole.counted,
     )
+
+
+def _cost(cost: float, counted: bool) -> str:
+    if not counted:
+        return format_seconds(cost)
+    return f"{cost:,.0f}" if math.isfinite(cost) else "-"
 
 
 def _best(plan: Planned, curve: Iterable[TradePoint]) -> tuple[TradePoint, ...]:
@@ -245,6 +269,11 @@ def _peak_words(plan: Planned, replay: Replay, peak: Moment) -> Iterable[str]:
     if not peak.op:
         yield f"No op runs: {format_bytes(peak.nbytes)} are held all through the step."
         return
+    parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in peak.parts[:5])
+    if peak.target == NEEDED:
+        yield _elsewhere(plan, peak)
+        yield f"Meanwhile this graph, and those before it, hold {parts}."
+        return
     whose = peak.module or "An op outside of submodules"
     # Of several graphs any one may end outside of submodules.
     if plan.whole is None and replay.op(replay.timeline.peak_step) in loss_head(plan.graph):
@@ -254,17 +283,26 @@ def _peak_words(plan: Planned, replay: Replay, peak: Moment) -> Iterable[str]:
     passing = [held for held in alive if held.why == PASSING]
     yield from _said(passing, peak.nbytes, "there for the moment only")
     yield from _alike(alive, peak.nbytes)
-    yield f"By what it is there for: {', '.join(f'{name} {format_bytes(n)}' for name, n in peak.parts[:5])}."
-    parts = dict(peak.parts)
+    yield f"By what it is there for: {parts}."
+    held_for = dict(peak.parts)
     gradients = plan.graph.gradient_bytes
     if gradients and plan.graph.resident_bytes < gradients / 2:
-        beside = parts.get(BESIDE, 0)
+        beside = held_for.get(BESIDE, 0)
         yield (
             f"Of an optimizer's state, at most {format_bytes(beside)} are counted: Adam's would be about "
             f"{format_bytes(2 * gradients)} more."
         )
-    if KEPT not in parts and OLD not in parts:
+    if KEPT not in held_for and OLD not in held_for:
         yield "Nothing of it is kept for the backward: to keep less would not lower it."
+
+
+def _elsewhere(plan: Planned, peak: Moment) -> str:
+    """What sets the peak where that is not the plan's own graph."""
+    there = plan.whole.after.timeline() if plan.whole is not None else None
+    if there is None or there.peak_op == NEEDED:
+        return f"Code that is not captured sets the peak, {format_bytes(peak.nbytes)}, after this graph's forward."
+    where = there.peak_module or "an op outside of submodules"
+    return f"Another graph sets the peak of the step: {format_bytes(there.peak_bytes)}, in {where} while {there.peak_op} runs."
 
 
 def _said(found: Sequence[Held], whole: int, what: str) -> Iterable[str]:

@@ -10,6 +10,7 @@ from lightning_remat.graph import ComputationGraph, Phase, TensorRole
 from lightning_remat.report._replay import AGAIN, BESIDE, GRADIENTS, INPUTS, OLD, Moment, Replay
 from lightning_remat.report._subject import Planned
 from lightning_remat.report._units import format_bytes
+from lightning_remat.schedule import WholeStep
 
 WORTH = 0.005
 """Shares of the step's time below this are not worth a word."""
@@ -43,10 +44,11 @@ class Change:
 def changes(
     plan: Planned, before: tuple[Replay, Moment], after: tuple[Replay, Moment], curve: Sequence[TradePoint]
 ) -> tuple[Change, ...]:
-    """What would help most, the best first: nothing that the numbers do not say."""
-    if plan.whole is not None:  # what one of several graphs gains is not what the step does
-        found = [_smaller_batch(plan, before[1]), _one_graph(plan), _expandable(plan)]
-        return _best_first(found)
+    """What would help most, the best first: by the numbers, and for a step of several graphs also what would make it fewer."""
+    if plan.whole is not None:  # what one of them gains is not what the step does
+        return _best_first(
+            [_part_of_the_batch(plan.whole, plan.budget_bytes), _one_graph(plan.whole), _expandable(plan)]
+        )
     found = [
         _more_memory(plan, curve),
         _searched_longer(plan, curve),
@@ -135,16 +137,13 @@ ESTIMATE = "an estimate: what is no parameter, gradient or optimizer state is ta
 
 
 def _smaller_batch(plan: Planned, moment: Moment) -> Change | None:
-    size, peak, fixed = batch_size(plan.as_captured), moment.nbytes, _fixed(moment)
-    overhead = plan.overhead
-    if plan.whole is not None:
-        peak, fixed, overhead = plan.whole.before.most_bytes, plan.whole.always_bytes, plan.whole.overhead
-    if size < 2 or overhead <= WORTH or peak <= max(fixed, plan.budget_bytes):
+    size, fixed = batch_size(plan.as_captured), _fixed(moment)
+    if size < 2 or plan.overhead <= WORTH or moment.nbytes <= max(fixed, plan.budget_bytes):
         return None
-    fits = int(size * (plan.budget_bytes - fixed) / (peak - fixed))
+    fits = int(size * (plan.budget_bytes - fixed) / (moment.nbytes - fixed))
     if fits < 1:
         return None
-    gain = 1 - 1 / (1 + overhead)
+    gain = 1 - plan.baseline_seconds / plan.predicted_seconds
     return Change(
         f"A batch of about {fits} instead of {size} would fit without rematerialization, with {gain:.1%} less time a sample if "
         f"time goes with the batch ({ESTIMATE}).",
@@ -152,11 +151,21 @@ def _smaller_batch(plan: Planned, moment: Moment) -> Change | None:
     )
 
 
-def _one_graph(plan: Planned) -> Change | None:
-    if plan.whole is None:
+def _part_of_the_batch(whole: WholeStep, budget_bytes: int) -> Change | None:
+    peak, fixed = whole.before.most_bytes, whole.always_bytes
+    if whole.overhead <= WORTH or peak <= max(fixed, budget_bytes) or budget_bytes <= fixed:
         return None
+    share, gain = (budget_bytes - fixed) / (peak - fixed), 1 - 1 / (1 + whole.overhead)
     return Change(
-        f"Capture the step as fewer graphs than {plan.whole.graphs:,}, where Python code and not FSDP divides it "
+        f"About {share:.0%} of the batch would fit without rematerialization, with {gain:.1%} less time a sample if time goes "
+        "with the batch (an estimate: what is always held is taken not to grow with the batch, and all else to).",
+        gain * share,
+    )
+
+
+def _one_graph(whole: WholeStep) -> Change:
+    return Change(
+        f"Capture the step as fewer graphs than {whole.graphs:,}, where Python code and not FSDP divides it "
         "(TORCH_LOGS=graph_breaks says where): one graph can be computed in slices, fused, and have tensors wait on the host.",
         0.0,
     )

@@ -22,9 +22,10 @@ def compared_page(one: Analysis, other: Analysis, names: tuple[str, str] = ("a",
     Raises:
         RematError: where Bokeh is not installed.
     """
-    scale = _drawing.scale_of(one, other)
-    first = _drawing.timeline(one.after, scale, _drawing.BEFORE, one.budget_bytes)
-    second = _drawing.timeline(other.after, scale, _drawing.AFTER, other.budget_bytes, first)
+    courses = one.step.after, other.step.after
+    scale = _drawing.scale_of((one.step, other.step), courses, one.budget_bytes, other.budget_bytes)
+    first = _drawing.timeline(courses[0], scale, _drawing.BEFORE, one.budget_bytes)
+    second = _drawing.timeline(courses[1], scale, _drawing.AFTER, other.budget_bytes, first)
     scripts, elements = _drawing.embedded({"one": first, "other": second})
     title = f"{names[0]} and {names[1]}"
     body = [
@@ -43,7 +44,7 @@ def compared_page(one: Analysis, other: Analysis, names: tuple[str, str] = ("a",
 
 
 def _same(one: Analysis, other: Analysis) -> str:
-    sizes = f"{one.name} ({one.ops:,} ops) and {other.name} ({other.ops:,} ops)"
+    sizes = f"{one.name} ({_size_of(one)}) and {other.name} ({_size_of(other)})"
     alike = one.ops == other.ops and one.peak_before.nbytes == other.peak_before.nbytes
     seen = [(x.budget_bytes, x.seconds, x.peak, x.modules, x.costly) for x in (one, other)]
     if alike and seen[0] == seen[1]:
@@ -53,16 +54,22 @@ def _same(one: Analysis, other: Analysis) -> str:
     return f"Plans of different steps: {sizes}. Modules are matched by their names."
 
 
+def _size_of(looked_at: Analysis) -> str:
+    of = f", one of {looked_at.step.graphs:,} graphs" if looked_at.step.graphs > 1 else ""
+    return f"{looked_at.ops:,} ops{of}"
+
+
 def _headline(one: Analysis, other: Analysis, names: tuple[str, str]) -> str:
     def change(before: float, after: float) -> str:
         return f"{after / before - 1:+.1%} against {names[0]}" if before > 0 else ""
 
+    a, b = one.step, other.step
     return cards(
         [
-            (f"peak of {names[0]}", format_bytes(one.peak.nbytes), ""),
-            (f"peak of {names[1]}", format_bytes(other.peak.nbytes), change(one.peak.nbytes, other.peak.nbytes)),
-            (f"step of {names[0]}", one.cost(one.seconds), f"{one.overhead:+.1%} over none computed again"),
-            (f"step of {names[1]}", other.cost(other.seconds), change(one.seconds, other.seconds)),
+            (f"peak of {names[0]}", format_bytes(a.peak_bytes), ""),
+            (f"peak of {names[1]}", format_bytes(b.peak_bytes), change(a.peak_bytes, b.peak_bytes)),
+            (f"step of {names[0]}", a.cost(a.seconds), f"{a.overhead:+.1%} over none computed again"),
+            (f"step of {names[1]}", b.cost(b.seconds), change(a.seconds, b.seconds)),
         ]
     )
 
@@ -70,9 +77,9 @@ def _headline(one: Analysis, other: Analysis, names: tuple[str, str]) -> str:
 def _numbers(one: Analysis, other: Analysis, names: tuple[str, str]) -> str:
     sizes: list[tuple[str, Callable[[Analysis], int]]] = [
         ("budget", lambda a: a.budget_bytes),
-        ("peak", lambda a: a.peak.nbytes),
-        ("peak without rematerialization", lambda a: a.peak_before.nbytes),
-        ("always held", lambda a: a.floor_bytes),
+        ("peak", lambda a: a.step.peak_bytes),
+        ("peak without rematerialization", lambda a: a.step.baseline_bytes),
+        ("always held", lambda a: a.step.always_bytes),
         ("kept for the backward", lambda a: a.kept_bytes),
         ("reserved", lambda a: a.reserved_bytes),
         ("on the host", lambda a: a.host_bytes),
@@ -83,13 +90,19 @@ def _numbers(one: Analysis, other: Analysis, names: tuple[str, str]) -> str:
         if of(one) or of(other)
     ]
     times: list[tuple[str, Callable[[Analysis], float]]] = [
-        ("predicted step", lambda a: a.seconds),
-        ("without rematerialization", lambda a: a.baseline_seconds),
+        ("predicted step", lambda a: a.step.seconds),
+        ("without rematerialization", lambda a: a.step.baseline_seconds),
         ("computed again", lambda a: a.again_seconds),
     ]
-    rows += [(name, one.cost(of(one)), other.cost(of(other)), _percent(of(one), of(other))) for name, of in times]
+    rows += [
+        (name, one.step.cost(of(one)), other.step.cost(of(other)), _percent(of(one), of(other))) for name, of in times
+    ]
     found = (f"{name}: {at.solver} ({at.status})" for name, at in zip(names, (one, other), strict=True))
-    return section("In numbers", table(["", *names, "difference"], rows), about=f"By solvers: {', '.join(found)}.")
+    parts = any(looked_at.step.graphs > 1 for looked_at in (one, other))
+    about = " What is kept and computed again is of one graph, and so is what follows." if parts else ""
+    return section(
+        "In numbers", table(["", *names, "difference"], rows), about=f"By solvers: {', '.join(found)}.{about}"
+    )
 
 
 def _modules(one: Analysis, other: Analysis, names: tuple[str, str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from lightning_remat.errors import RematError
-from lightning_remat.report._analysis import Analysis, Whole
+from lightning_remat.report._analysis import Analysis, Step
 from lightning_remat.report._course import Course
 from lightning_remat.report._html import text
 from lightning_remat.report._units import byte_unit, format_bytes, time_unit
@@ -53,22 +53,15 @@ class Scale:
         self.time, self.second_size = (costs, 1.0) if costs else time_unit(seconds)
 
 
-def scale_of_whole(looked_at: Analysis, whole: Whole) -> Scale:
-    """The units for drawings of a step that runs as several graphs."""
-    costs = "ops" if looked_at.baseline_seconds <= 0 else "cost" if looked_at.counted else ""
-    most = max(whole.before.nbytes.max(initial=0), whole.after.nbytes.max(initial=0), looked_at.budget_bytes)
-    return Scale(int(most), max(whole.before.end, whole.after.end), costs)
-
-
-def scale_of(*looked_at: Analysis, before: bool = False) -> Scale:
-    """The units for drawings of plans, side by side; ``before``: and of their steps without rematerialization."""
-    most = max(max(one.before.nbytes.max(initial=0) * before, one.peak.nbytes, one.budget_bytes) for one in looked_at)
+def scale_of(steps: Sequence[Analysis | Step], courses: Sequence[Course], *budgets: int) -> Scale:
+    """The units for drawings of courses of these steps or graphs, and of budgets in bytes, side by side."""
+    most = max(*(int(course.nbytes.max(initial=0)) for course in courses), *budgets)
     costs = ""
-    if any(one.baseline_seconds <= 0 for one in looked_at):
+    if any(one.baseline_seconds <= 0 for one in steps):
         costs = "ops"
-    elif any(one.counted for one in looked_at):
+    elif any(one.counted for one in steps):
         costs = "cost"
-    return Scale(int(most), max(max(one.before.end, one.after.end) for one in looked_at), costs)
+    return Scale(most, max(course.end for course in courses), costs)
 
 
 def timeline(course: Course, scale: Scale, colour: str, budget_bytes: int | None = None, beside: Any = None) -> Any:

@@ -36,14 +36,14 @@ def explanation(looked_at: Analysis) -> str:
 
 
 def _of_whole(looked_at: Analysis) -> list[str]:
-    whole = looked_at.whole
-    if whole is None:
+    step = looked_at.step
+    if step.graphs == 1:
         return []
-    before, after = (format_bytes(int(course.nbytes.max())) for course in (whole.before, whole.after))
+    times = step.cost(step.baseline_seconds), f"{step.cost(step.seconds)} ({step.overhead:+.1%})"
     return [
-        f"  one of the {whole.graphs:,} graphs of a step, which as a whole has",
-        f"    without rematerialization: peak {before}, {looked_at.cost(whole.baseline_seconds)}",
-        f"    as planned: peak {after}, {looked_at.cost(whole.seconds)} ({whole.overhead:+.1%})",
+        f"  one of the {step.graphs:,} graphs of a step, which as a whole has",
+        f"    without rematerialization: peak {format_bytes(step.baseline_bytes)}, {times[0]}",
+        f"    as planned: peak {format_bytes(step.peak_bytes)}, {times[1]}",
         "  this graph has, beside the others",
     ]
 

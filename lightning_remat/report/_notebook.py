@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_remat.report._analysis import Analysis, Whole
+from lightning_remat.report._analysis import Analysis
 from lightning_remat.report._course import Course
 from lightning_remat.report._html import text
 from lightning_remat.report._units import format_bytes
@@ -13,15 +13,14 @@ BEFORE, AFTER, BUDGET = "#6b7280", "#0072b2", "#d55e00"
 
 def notebook_view(looked_at: Analysis) -> str:
     """A plan as a piece of HTML."""
-    step = looked_at if looked_at.whole is None else looked_at.whole
-    peaks = [format_bytes(int(course.nbytes.max(initial=0))) for course in (step.before, step.after)]
-    of = "" if looked_at.whole is None else f", one of {looked_at.whole.graphs:,} graphs"
+    step = looked_at.step
+    of = f", one of {step.graphs:,} graphs" if step.graphs > 1 else ""
     rows = [
-        ("peak", *peaks),
+        ("peak", format_bytes(step.baseline_bytes), format_bytes(step.peak_bytes)),
         (
             "step, predicted",
-            looked_at.cost(step.baseline_seconds),
-            f"{looked_at.cost(step.seconds)} ({step.overhead:+.1%})",
+            step.cost(step.baseline_seconds),
+            f"{step.cost(step.seconds)} ({step.overhead:+.1%})",
         ),
         ("largest at the peak", _largest(looked_at, 0), _largest(looked_at, 1)),
     ]
@@ -35,7 +34,7 @@ def notebook_view(looked_at: Analysis) -> str:
         f"{text(format_bytes(looked_at.budget_bytes))}, {text(looked_at.solver)} ({text(looked_at.status)})"
         "<table><thead><tr><th></th><th>without rematerialization</th><th>as planned</th></tr></thead>"
         f"<tbody>{cells}</tbody></table>"
-        f"{_drawing(looked_at, step)}</div>"
+        f"{_drawing(looked_at)}</div>"
     )
 
 
@@ -44,9 +43,10 @@ def _largest(looked_at: Analysis, which: int) -> str:
     return f"{largest[0].name} of {largest[0].module}, {format_bytes(largest[0].nbytes)}" if largest else "-"
 
 
-def _drawing(looked_at: Analysis, step: Analysis | Whole) -> str:
+def _drawing(looked_at: Analysis) -> str:
+    step = looked_at.step
     courses = (step.before, step.after)
-    most = 1.05 * max(*(int(course.nbytes.max(initial=0)) for course in courses), looked_at.budget_bytes, 1)
+    most = 1.05 * max(step.baseline_bytes, step.peak_bytes, looked_at.budget_bytes, 1)
     end = max(course.end for course in courses) or 1.0
     lines = "".join(
         f'<polyline points="{_points(course, end, most)}" fill="none" stroke="{colour}" stroke-width="1.5"/>'

@@ -19,20 +19,22 @@ def report_page(looked_at: Analysis) -> str:
     Raises:
         RematError: where Bokeh is not installed.
     """
-    scale = _drawing.scale_of(looked_at, before=True)
-    before = _drawing.timeline(looked_at.before, scale, _drawing.BEFORE, looked_at.budget_bytes)
+    budget = looked_at.budget_bytes
+    scale = _drawing.scale_of((looked_at,), (looked_at.before, looked_at.after), budget)
+    before = _drawing.timeline(looked_at.before, scale, _drawing.BEFORE, budget)
     drawings: dict[str, Any] = {
         "before": before,
-        "after": _drawing.timeline(looked_at.after, scale, _drawing.AFTER, looked_at.budget_bytes, before),
-        "layers": _drawing.layers(looked_at.after, scale, looked_at.budget_bytes, before),
+        "after": _drawing.timeline(looked_at.after, scale, _drawing.AFTER, budget, before),
+        "layers": _drawing.layers(looked_at.after, scale, budget, before),
     }
     if looked_at.curve:
         drawings["curve"] = _drawing.trade_off(looked_at)
-    if looked_at.whole is not None:
-        whole, scale = looked_at.whole, _drawing.scale_of_whole(looked_at, looked_at.whole)
-        before = _drawing.timeline(whole.before, scale, _drawing.BEFORE, looked_at.budget_bytes)
+    if looked_at.step.graphs > 1:
+        step = looked_at.step
+        scale = _drawing.scale_of((step,), (step.before, step.after), budget)
+        before = _drawing.timeline(step.before, scale, _drawing.BEFORE, budget)
         drawings["whole before"] = before
-        drawings["whole after"] = _drawing.timeline(whole.after, scale, _drawing.AFTER, looked_at.budget_bytes, before)
+        drawings["whole after"] = _drawing.timeline(step.after, scale, _drawing.AFTER, budget, before)
     scripts, elements = _drawing.embedded(drawings)
     body = [
         _head(looked_at),
@@ -53,36 +55,30 @@ def report_page(looked_at: Analysis) -> str:
 def _head(looked_at: Analysis) -> str:
     where = f" on {looked_at.device}" if looked_at.device else ""
     about = f"Plan for one training step of {looked_at.ops:,} ops{where}"
-    if looked_at.whole is not None:
-        graphs = f"{looked_at.whole.graphs:,} graphs"
+    if looked_at.step.graphs > 1:
+        graphs = f"{looked_at.step.graphs:,} graphs"
         about = f"Plan for one of the {graphs} that a training step runs as: {looked_at.ops:,} ops{where}"
     return f'<h1>{text(looked_at.name)}</h1><p class="quiet">{text(about)}</p>'
 
 
 def headline(looked_at: Analysis) -> str:
     """The numbers that matter first: of the whole step, but for the bound."""
-    whole = looked_at.whole
-    if whole is None:
-        peak, baseline, always = looked_at.peak.nbytes, looked_at.peak_before.nbytes, looked_at.floor_bytes
-        seconds, baseline_seconds, overhead = looked_at.seconds, looked_at.baseline_seconds, looked_at.overhead
-    else:
-        peak, baseline, always = (*(int(one.nbytes.max()) for one in (whole.after, whole.before)), whole.always_bytes)
-        seconds, baseline_seconds, overhead = whole.seconds, whole.baseline_seconds, whole.overhead
+    step, peak, baseline = looked_at.step, looked_at.step.peak_bytes, looked_at.step.baseline_bytes
     saved = f"{1 - peak / baseline:.0%} less" if baseline and peak < baseline else "no less"
     gap = f"{looked_at.gap:.1%}" if looked_at.gap < float("inf") else "unknown"
     items = [
         ("peak", format_bytes(peak), f"{format_bytes(baseline)} without, {saved}"),
         ("budget", format_bytes(looked_at.budget_bytes), "kept" if peak <= looked_at.budget_bytes else "exceeded"),
-        ("always held", format_bytes(always), "parameters, gradients, beside"),
+        ("always held", format_bytes(step.always_bytes), "parameters, gradients, beside"),
         (
             "predicted step",
-            looked_at.cost(seconds),
-            f"{looked_at.cost(baseline_seconds)} without, {overhead:+.1%}",
+            step.cost(step.seconds),
+            f"{step.cost(step.baseline_seconds)} without, {step.overhead:+.1%}",
         ),
         (
             "at most above the best",
             gap,
-            "by the solver's lower bound" if whole is None else "this graph, by the lower bound",
+            "by the solver's lower bound" if step.graphs == 1 else "this graph, by the lower bound",
         ),
         ("solver", looked_at.solver, looked_at.status),
     ]
@@ -94,15 +90,15 @@ def headline(looked_at: Analysis) -> str:
 
 
 def _whole(looked_at: Analysis, elements: dict[str, str]) -> str:
-    whole = looked_at.whole
-    if whole is None:
+    step = looked_at.step
+    if step.graphs == 1:
         return ""
     about = (
-        f"All {whole.graphs:,} graphs, planned within one budget: their forwards in order, their backwards in reverse. "
+        f"All {step.graphs:,} graphs, planned within one budget: their forwards in order, their backwards in reverse. "
     )
     about += "Below is one of them; what the others hold counts there as always held."
     parts = []
-    for name, title, course in zip(("before", "after"), TITLES, (whole.before, whole.after), strict=True):
+    for name, title, course in zip(("before", "after"), TITLES, (step.before, step.after), strict=True):
         parts.append(f"<h3>{title}{_few(course)}</h3>{elements[f'whole {name}']}")
     return section("Memory over the whole step", *parts, about=about)
 
@@ -112,7 +108,7 @@ def _lower(looked_at: Analysis) -> str:
     if not words:
         words = ["Nothing that these numbers show would help much."]
     note = "" if looked_at.curve else "The trade-off with other budgets was not computed for this page."
-    if looked_at.whole is not None:
+    if looked_at.step.graphs > 1:
         note = "There is no trade-off with other budgets: all graphs would change together."
     return section("How to get lower, or faster", points(words, ordered=True), about=note)
 
@@ -123,7 +119,7 @@ def _timelines(looked_at: Analysis, elements: dict[str, str]) -> str:
     parts = []
     for name, title, course in zip(("before", "after"), TITLES, (looked_at.before, looked_at.after), strict=True):
         parts.append(f"<h3>{title}{_few(course)}</h3>{elements[name]}")
-    which = "the step" if looked_at.whole is None else "this graph"
+    which = "the step" if looked_at.step.graphs == 1 else "this graph"
     return section(f"Memory over {which}", *parts, about=about)
 
 

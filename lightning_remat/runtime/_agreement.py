@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,9 @@ POLL_SECONDS = 0.02
 
 ALL_SECONDS = 20.0
 """Seconds that all processes are waited for, where each has something to say."""
+
+PIECE_BYTES = 4 * 1024**2
+"""A store closes the connection of a process that sends it more than 8 MiB at once, as the plan of a large graph is."""
 
 
 class Agreement:
@@ -63,7 +67,7 @@ class Agreement:
                 log.warning("another process has not answered in %g s: this one plans for itself", self.patience)
                 return answer()
             time.sleep(POLL_SECONDS)
-        kind, value = json.loads(self._store.get(f"{key}/answer"))
+        kind, value = json.loads(self._get(f"{key}/answer"))
         if kind == "infeasible":
             raise InfeasibleBudgetError(*value)
         if kind == "refused":
@@ -82,11 +86,11 @@ class Agreement:
         """
         key = f"lightning_remat/{self.name}/{question}"
         number = self._store.add(f"{key}/said", 1)
-        self._store.set(f"{key}/said/{number}", json.dumps(mine))
+        self._put(f"{key}/said/{number}", json.dumps(mine))
         until = time.monotonic() + patience
         while (said := self._store.add(f"{key}/said", 0)) < self.processes and time.monotonic() < until:
             time.sleep(POLL_SECONDS)
-        return [json.loads(self._store.get(f"{key}/said/{n}")) for n in range(1, said + 1)]
+        return [json.loads(self._get(f"{key}/said/{n}")) for n in range(1, said + 1)]
 
     def first(self, what: str) -> bool:
         """Whether this process is the first to ask about ``what``: it does something for all."""
@@ -96,13 +100,13 @@ class Agreement:
         """Leave a note, ``text`` on the topic ``what``, for the other processes."""
         key = f"lightning_remat/{self.name}/told/{what}"
         number = self._store.add(key, 1)
-        self._store.set(f"{key}/{number}", text)
+        self._put(f"{key}/{number}", text)
 
     def news(self, what: str) -> list[str]:
         """The notes on the topic ``what`` that were left since this process last asked, its own included."""
         key = f"lightning_remat/{self.name}/told/{what}"
         first, self._read[what] = self._read[what], self._store.add(key, 0)
-        return [self._store.get(f"{key}/{number}").decode() for number in range(first + 1, self._read[what] + 1)]
+        return [self._get(f"{key}/{number}") for number in range(first + 1, self._read[what] + 1)]
 
     def _found(self, key: str, answer: Callable[[], Any]) -> Any:
         said: tuple[str, Any] = ("error", "it ended while it planned")
@@ -119,5 +123,17 @@ class Agreement:
             said = ("error", f"{type(error).__name__}: {error}")
             raise
         finally:
-            self._store.set(f"{key}/answer", json.dumps(said))
+            self._put(f"{key}/answer", json.dumps(said))
         return value
+
+    def _put(self, key: str, text: str) -> None:
+        data = zlib.compress(text.encode(), level=1)
+        pieces = [data[at : at + PIECE_BYTES] for at in range(0, len(data), PIECE_BYTES)]
+        for number, piece in enumerate(pieces):
+            self._store.set(f"{key}/{number}", piece)
+        self._store.set(key, str(len(pieces)))  # last: where this is, the pieces are
+
+    def _get(self, key: str) -> str:
+        """The text of a key, which is waited for."""
+        count = int(self._store.get(key))
+        return zlib.decompress(b"".join(self._store.get(f"{key}/{number}") for number in range(count))).decode()

@@ -9,7 +9,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_remat.measure import PeakMemory, track_peak
-from lightning_remat.planner._beside import OUTSIDE, Held
+from lightning_remat.planner._beside import Held
+from lightning_remat.schedule import OUTSIDE
 
 MOST_UPDATES = 8
 """Optimizer steps (of other networks, say) after which a backward that has not ended is no longer waited for."""

@@ -35,6 +35,7 @@ from lightning_remat.planner._plan_cache import PlanCache, fingerprint
 from lightning_remat.planner._surroundings import Surroundings, Weights, replay_bytes
 from lightning_remat.planner._tiling import beside_untiled
 from lightning_remat.planner._together import Part, kept_bytes, plan_together
+from lightning_remat.planner._whole import with_whole
 from lightning_remat.runtime._agreement import Agreement
 from lightning_remat.runtime._reasons import Reasons
 from lightning_remat.schedule import Schedule
@@ -324,12 +325,13 @@ class Planning:
                 ["plans", *(fingerprint(part.graph, facts, one) for part, one in zip(parts, beside, strict=True))]
             )
 
-        return self._agreed(
+        plans = self._agreed(
             question,
             make,
             lambda plans: [plan.to_dict() for plan in plans],
             lambda found: [Plan.from_dict(data, ComputationGraph.from_dict(data["graph"])) for data in found],
         )
+        return with_whole(plans)
 
     def again(self, graph: ComputationGraph, captured: CapturedGraph, memory: DeviceMemory | None) -> Plan:
         """Another plan for a graph (with what is held beside it), within the present budget; made in this process."""

@@ -13,9 +13,10 @@ from lightning_remat.schedule._memory import Event
 from lightning_remat.schedule._schedule import Compute, Copy, Free, Schedule, Step
 from lightning_remat.schedule._simulate import Allocations, Timeline, allocations, simulate
 from lightning_remat.schedule._verify import verify
-from lightning_remat.schedule._whole_step import Stretch, WholeStep, halves, joined
+from lightning_remat.schedule._whole_step import OUTSIDE, Stretch, WholeStep
 
 __all__ = [
+    "OUTSIDE",
     "Allocations",
     "Compute",
     "Copy",
@@ -28,8 +29,6 @@ __all__ = [
     "Timeline",
     "WholeStep",
     "allocations",
-    "halves",
-    "joined",
     "lives",
     "simulate",
     "verify",

@@ -13,6 +13,9 @@ from lightning_remat.graph import ComputationGraph
 from lightning_remat.schedule._schedule import Compute, Schedule
 from lightning_remat.schedule._simulate import Timeline, simulate
 
+OUTSIDE = "outside"
+"""Name of the op that stands for the memory that others need between a graph's forward and its backward."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stretch:
@@ -33,6 +36,15 @@ class Stretch:
     def __len__(self) -> int:
         return len(self.ops)
 
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Stretch):
+            return False
+        arrays = ((getattr(one, name) for name in ("during", "after", "seconds")) for one in (self, other))
+        return (self.ops, self.modules) == (other.ops, other.modules) and all(map(np.array_equal, *arrays))
+
+    def __hash__(self) -> int:
+        return hash((self.ops, self.modules))
+
     @property
     def most_bytes(self) -> int:
         """The most that is held; 0 where nothing runs."""
@@ -47,7 +59,7 @@ class Stretch:
         return dataclasses.replace(self, during=self.during + nbytes, after=self.after + nbytes)
 
     def timeline(self) -> Timeline:
-        """The same as a timeline, of which a step is an op."""
+        """The same as a timeline, of which a step is an op; what is saved for the backward is not told by it."""
         peak = int(self.during.argmax()) if len(self) else -1
         seconds_after = np.cumsum(self.seconds)
         return Timeline(
@@ -79,7 +91,7 @@ class Stretch:
         )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class WholeStep:
     """A step that runs as several graphs.
 
@@ -99,6 +111,12 @@ class WholeStep:
         """Extra time as a share of the step without rematerialization."""
         before, after = float(self.before.seconds.sum()), float(self.after.seconds.sum())
         return after / before - 1.0 if before > 0 else 0.0
+
+    @property
+    def counted(self) -> bool:
+        """Whether costs are numbers of ops or FLOPs, and no seconds."""
+        seconds = self.before.seconds
+        return bool(seconds.any()) and bool((seconds == np.floor(seconds)).all())
 
     @property
     def always_bytes(self) -> int:
@@ -129,13 +147,12 @@ Halves = tuple[Stretch, Stretch, Stretch]
 """A graph's forward, what others need between it and its backward (nothing, or one op), and its backward."""
 
 
-def halves(graph: ComputationGraph, schedule: Schedule, outside: str, more_bytes: int = 0) -> Halves:
+def halves(graph: ComputationGraph, schedule: Schedule, more_bytes: int = 0) -> Halves:
     """The ops of one graph.
 
     Args:
-        graph: the graph, with what its neighbours hold counted as resident.
+        graph: the graph, with an op `OUTSIDE`, and what its neighbours hold counted as resident.
         schedule: how it runs.
-        outside: name of the op that stands for what others need between its forward and its backward.
         more_bytes: held beside it all the time.
     """
     timeline = simulate(graph, schedule)
@@ -150,10 +167,7 @@ def halves(graph: ComputationGraph, schedule: Schedule, outside: str, more_bytes
         tuple(names),
         tuple(op.module for _, op in steps),
     )
-    if outside not in names:
-        begin = int(np.searchsorted(at, schedule.boundary))
-        return whole.part(0, begin), whole.part(begin, begin), whole.part(begin, len(whole))
-    begin = names.index(outside)
+    begin = names.index(OUTSIDE)
     needed = begin + (steps[begin][1].workspace_bytes > 0)
     return whole.part(0, begin), whole.part(begin, needed), whole.part(begin + 1, len(whole))
 

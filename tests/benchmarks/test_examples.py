@@ -44,7 +44,7 @@ def test_example(name: str, tmp_path: Path) -> None:
         assert paths[0].name == "plan-1.json" and paths[0].with_suffix(".html").exists()
         for plan in map(Plan.load, paths):
             assert not plan.for_once and plan.whole is not None and plan.whole.graphs == 7
-            assert plan.whole.after.most_bytes == plan.predicted_peak_bytes <= plan.budget_bytes
+            assert plan.predicted_peak_bytes == plan.whole.after.most_bytes <= plan.budget_bytes, "it sets the peak"
             assert plan.whole.before.most_bytes == plan.baseline_peak_bytes
 
 

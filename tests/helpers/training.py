@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_remat.callbacks import RematCallback
 from lightning_remat.exactness._bits import same_bits
 from lightning_remat.measure import held_bytes, peak_memory
-from lightning_remat.planner._together import OUTSIDE
+from lightning_remat.schedule import OUTSIDE
 
 WIDTH = 16
 FOLDER = tempfile.TemporaryDirectory(prefix="lightning_remat-")  # as long as the process

@@ -173,6 +173,18 @@ class TestAgreement:
         Agreement("another fit", store=store).once("question", answer)
         assert len(asked) == 2
 
+    def test_large_answers_pass_through_a_store_over_the_network(self) -> None:
+        """It takes 8 MiB at once; plans of large graphs are more."""
+        store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
+        noise = torch.randint(256, (9 * 2**20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        text = noise.numpy().tobytes().hex()  # half of it is left when it is compressed
+        here, there = Agreement("fit", store=store), Agreement("fit", store=store)
+        assert here.once("question", lambda: {"answer": text}) == {"answer": text}
+        assert there.once("question", lambda: None) == {"answer": text}
+        here.tell("topic", text)
+        assert there.news("topic") == [text] and there.news("topic") == []
+        assert Agreement("fit", store=store, processes=1).of_all("all", text) == [text]
+
     def test_others_wait(self) -> None:
         store, ready, go = self.store(), threading.Event(), threading.Event()
 

@@ -16,8 +16,8 @@ from lightning_remat.errors import RematWarning
 from lightning_remat.graph import Host
 from lightning_remat.measure import held_bytes, peak_memory
 from lightning_remat.planner import _host
-from lightning_remat.planner._beside import OUTSIDE
 from lightning_remat.runtime import _recordings
+from lightning_remat.schedule import OUTSIDE
 from tests.exactness.test_exactness import Outcome, check_budget, eager, gpt2, unet
 from tests.helpers.host_copies import Copies, planned_with_copies
 from tests.helpers.nets import Net, inputs, net, same
