@@ -25,8 +25,8 @@ class RematCallbackConfig(RematConfig):
         reserve: bytes that something else will need on the device during a step (an EMA copy, say).
         measure: measure the peak of the step after each new plan, and at every logging interval. On the CPU the measured
             steps run under torch's profiler.
-        artifacts: save each plan (JSON), a page about it (HTML, with the extra ``[report]``) and its memory timeline (PNG) in
-            the log directory, and hand plan and timeline to the loggers.
+        artifacts: save each plan that is shown (JSON), a page about it (HTML, with the extra ``[report]``) and its memory
+            timeline (PNG) in the log directory, and hand plan and timeline to the loggers.
         plan_only: plan the first batch, print and save the plan, and train nothing.
         check: compare the first step with eager mode, bit for bit, and log the result.
 

@@ -83,8 +83,8 @@ class RematCallback(Callback):
         solver_options: the solver's own options, see `lightning_remat.solvers.options_of`.
         measure: measure the peak of the step after each new plan, and at every logging interval. On the CPU the measured
             steps run under torch's profiler.
-        artifacts: save each plan (JSON), a page about it (HTML, with the extra ``[report]``) and its memory timeline (PNG) in
-            the log directory, and hand plan and timeline to the loggers.
+        artifacts: save each plan that is shown (JSON), a page about it (HTML, with the extra ``[report]``) and its memory
+            timeline (PNG) in the log directory, and hand plan and timeline to the loggers.
         plan_only: plan the first batch, print and save the plan, and train nothing.
         check: run the first step in eager mode too, from the same state, compare loss, gradients and buffers bit for bit, and
             log the result: that all are equal, or, as a warning, what differs first, why, and what to do. Training then

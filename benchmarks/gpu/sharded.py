@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import statistics
@@ -95,7 +96,11 @@ def _measured(
         if options:
             call = rematerialize(module, **{"time_limit": TIME_LIMIT, **settings.options, **options})
         left[way] = made.train(module, call, TRAINED)
-        rows[way] = peaks(lambda made=made, call=call: made.step(made.module, call), module, made.batch, device)  # type: ignore[misc]
+        step: Callable[[], object] = functools.partial(made.step, made.module, call)
+        # On the CPU what is sent may be held a moment longer by one of gloo's threads, and by chance through the peak.
+        times = 1 if device.type == "cuda" else 3
+        found = [peaks(step, module, made.batch, device) for _ in range(times)]
+        rows[way] = min(found, key=lambda row: row["measured_peak_bytes"] or 0)
         if options:
             ran = [plan for plan, runs in zip(call.plans, call.runs, strict=True) if runs >= 3]
             if call.failures or not ran:
@@ -114,7 +119,7 @@ def _measured(
         rows[way]["differing"] = left[way].differences(left["FSDP2"])
         if rows[way]["differing"]:
             faults.add(MISMATCH)
-        steps[way] = lambda made=made, call=call: made.step(made.module, call)  # type: ignore[misc]
+        steps[way] = step
     for way, seconds in in_turns(steps, device, STEPS, UNTIMED).items():
         rows[way]["seconds"] = statistics.median(seconds)
     return {"description": description, "rows": rows, "faults": sorted(faults), "errors": errors}
