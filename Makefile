@@ -45,8 +45,8 @@ test: check quick
 quick: install
 	$(BIN)/python -m pytest -m "not long and not slow and not gpu" -n $(WORKERS) --dist worksteal $(ARGS)
 
-ci: check
-	$(BIN)/python -m scripts.dist
+ci: install
+	$(MAKE) --jobs=2 check dist ARGS=
 	$(BIN)/python -m pytest -m "not slow and not gpu" -n $(WORKERS) --dist worksteal $(ARGS)
 
 docs: install

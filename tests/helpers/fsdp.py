@@ -130,6 +130,7 @@ def samples(number: int, batch_size: int = 4) -> DataLoader[Any]:
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"val": lambda: samples(8)},
+    "short": {"batches": 3},
     "tied": {"make": Tied},
     "mixed": {"make": Mixed, "gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
     "measured": {"remat": {"measure": True}, "rows": 16},

@@ -71,7 +71,7 @@ def test_each_process_checks_its_own_step(found):
 
 @pytest.mark.long
 def test_four_processes(tmp_path):
-    processes = run(tmp_path, 4, "plain")["plain"]
+    processes = run(tmp_path, 4, "short")["short"]
     for process in processes:
         assert "error" not in process and process["failures"] == []
         assert process["plans"] == processes[0]["plans"]
