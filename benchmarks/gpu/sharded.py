@@ -97,10 +97,7 @@ def _measured(
             call = rematerialize(module, **{"time_limit": TIME_LIMIT, **settings.options, **options})
         left[way] = made.train(module, call, TRAINED)
         step: Callable[[], object] = functools.partial(made.step, made.module, call)
-        # On the CPU what is sent may be held a moment longer by one of gloo's threads, and by chance through the peak.
-        times = 1 if device.type == "cuda" else 3
-        found = [peaks(step, module, made.batch, device) for _ in range(times)]
-        rows[way] = min(found, key=lambda row: row["measured_peak_bytes"] or 0)
+        rows[way] = peaks(step, module, made.batch, device)
         if options:
             ran = [plan for plan, runs in zip(call.plans, call.runs, strict=True) if runs >= 3]
             if call.failures or not ran:

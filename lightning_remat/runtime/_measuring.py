@@ -158,11 +158,13 @@ class Measuring:
             # The measured step did run. With "auto" the device has room for it, though less than the margin is left free; a
             # share is one of less, now that less is known to be held.
             put_back()
-            self._wanted[shapes] = 0
             self._paths.beside.keep(lambda key, _: key != (shapes, path))
-            log.warning(
-                "%s keeps its plans, though it held %s: %s", self._name or "the step", format_bytes(most), error
-            )
+            if not self._wanted.get(
+                shapes
+            ):  # else the next call is measured: this one may have held something by chance
+                log.warning(
+                    "%s keeps its plans, though it held %s: %s", self._name or "the step", format_bytes(most), error
+                )
         self._paths.settle(shapes, path)
 
     def _possible(self) -> bool:

@@ -108,9 +108,8 @@ class Sharded(pl.LightningModule):
 
 
 class Tied(Sharded):
-    """As in Llama, embeddings and head are one; parameters stay whole between forward and backward."""
+    """As in Llama: embeddings and head are one."""
 
-    options: ClassVar[dict[str, Any]] = {"reshard_after_forward": False}
     tied = True
 
 
@@ -122,6 +121,12 @@ class Mixed(Sharded):
     }
 
 
+class Kept(Sharded):
+    """Parameters stay whole between forward and backward."""
+
+    options: ClassVar[dict[str, Any]] = {"reshard_after_forward": False}
+
+
 def samples(number: int, batch_size: int = 4) -> DataLoader[Any]:
     numbers = torch.Generator().manual_seed(1)
     words = torch.randint(VOCABULARY, (number, LENGTH + 1), generator=numbers)
@@ -130,13 +135,15 @@ def samples(number: int, batch_size: int = 4) -> DataLoader[Any]:
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"val": lambda: samples(8)},
-    "short": {"batches": 3},
     "tied": {"make": Tied},
-    "mixed": {"make": Mixed, "gradient_clip_val": 0.1, "accumulate_grad_batches": 2},
+    "mixed": {"make": Mixed, "gradient_clip_val": 0.1},
+    "kept": {"make": Kept},
+    "accumulating": {"accumulate_grad_batches": 2},
     "measured": {"remat": {"measure": True}, "rows": 16},
+    "checked": {"remat": {"check": True}},
     "auto": {"budget": "auto"},
     "resumed": {"resumed": True},
-    "named": {"strategy": "remat_fsdp2", "remat": {"artifacts": True, "check": True}},
+    "named": {"strategy": "remat_fsdp2", "remat": {"artifacts": True}},
     "forward fails": {"fails": "forward"},
     "backward fails": {"fails": "backward"},
 }
