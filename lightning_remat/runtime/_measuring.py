@@ -159,9 +159,10 @@ class Measuring:
             # share is one of less, now that less is known to be held.
             put_back()
             self._paths.beside.keep(lambda key, _: key != (shapes, path))
-            if not self._wanted.get(
-                shapes
-            ):  # else the next call is measured: this one may have held something by chance
+            if not self._sharded:
+                self._wanted[shapes] = 0
+            # Shards are measured again, as often as is wanted: what was sent may have been let go of late, by chance.
+            if not self._wanted.get(shapes):
                 log.warning(
                     "%s keeps its plans, though it held %s: %s", self._name or "the step", format_bytes(most), error
                 )
