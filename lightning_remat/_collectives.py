@@ -1,9 +1,16 @@
-"""What is sent between the processes of a group, seen in Python."""
+"""What is sent between the processes of a group, seen in Python.
+
+The threads of a CPU's backend (gloo) let go of the tensors of a collective some time after it has ended: microseconds, or
+milliseconds where other processes want the core. Which of them are then still held is chance, so here a collective counts
+as ended when its tensors have been let go of.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,11 +26,15 @@ COLLECTIVES = (
 )
 """Those of ``torch.distributed`` that FSDP2 calls; DDP's are called in C++, on buckets that stay."""
 
+PATIENCE = 0.1
+"""Seconds after a collective for which its tensors are waited for, at most."""
+
 
 @contextmanager
 def seen_collectives(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """While open, ``note`` is called with each tensor that is given to a collective, before it begins.
 
+    A collective that is not asynchronous returns when the backend's threads have let go of what it was given on the CPU.
     Nothing is done in a process that is in no group.
     """
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -42,9 +53,27 @@ def seen_collectives(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
 def _noting(collective: Callable[..., Any], note: Callable[[torch.Tensor], None]) -> Callable[..., Any]:
     @functools.wraps(collective)
     def noted(*args: Any, **kwargs: Any) -> Any:
-        for given in (*args, *kwargs.values()):
-            if isinstance(given, torch.Tensor):
-                note(given)
-        return collective(*args, **kwargs)
+        lent: list[weakref.ref[torch.Tensor]] = []
+
+        def lend(given: Any) -> Any:
+            if not isinstance(given, torch.Tensor):
+                return given
+            note(given)
+            if type(given) is not torch.Tensor or given.device.type != "cpu":
+                return given
+            alias = given.detach()  # nobody else holds it
+            lent.append(weakref.ref(alias))
+            return alias
+
+        result = collective(*[lend(given) for given in args], **{name: lend(given) for name, given in kwargs.items()})
+        if result is None:  # otherwise it may still run
+            _wait_for_release(lent)
+        return result
 
     return noted
+
+
+def _wait_for_release(lent: Iterable[weakref.ref[torch.Tensor]]) -> None:
+    until = time.monotonic() + PATIENCE
+    while any(alias() is not None for alias in lent) and time.monotonic() < until:
+        time.sleep(0)  # the thread that lets go of a tensor needs the interpreter

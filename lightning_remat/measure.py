@@ -257,7 +257,7 @@ def _track_cpu(peak: PeakMemory, give_way: Callable[[], None] | None) -> Iterato
     del older
 
     def watch(tensor: torch.Tensor) -> None:
-        """Gloo's threads, which the profiler does not record, may be the last to hold what is sent."""
+        """Gloo's threads, which the profiler does not record, may be the last to hold what is sent asynchronously."""
         for storage in _storages(tensor):
             if storage.device.type == "cpu":
                 note = partial(_note_release, elsewhere, storage.data_ptr(), storage.nbytes())

@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import distributed
 
-from lightning_remat import measure
+from lightning_remat import _collectives, measure
 from lightning_remat._collectives import COLLECTIVES, seen_collectives
 from lightning_remat.errors import RematError
 from lightning_remat.measure import held_bytes, peak_memory, track_peak
@@ -205,6 +206,36 @@ def test_what_is_given_to_collectives_is_seen() -> None:
     assert {name: getattr(distributed, name, None) for name in COLLECTIVES} == before
     with seen_collectives(seen.append):  # no group
         assert distributed.all_reduce is before["all_reduce"]
+
+
+def peak_of_two(monkeypatch: pytest.MonkeyPatch, let_go: threading.Event) -> int | None:
+    """The peak of two mebibytes, one after the other; the first is sent, and held by a thread until it is to let go."""
+
+    def send(*sent: torch.Tensor) -> None:
+        threading.Thread(target=lambda *_: let_go.wait(60), args=sent).start()
+
+    monkeypatch.setattr(distributed, "all_reduce", send)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with track_peak("cpu") as peak:
+            for _ in range(2):
+                distributed.all_reduce(mebibyte("cpu"))
+    finally:
+        let_go.set()
+        distributed.destroy_process_group()
+    return peak.peak_bytes
+
+
+def test_a_collective_has_ended_when_its_tensors_have_been_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    let_go = threading.Event()
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: let_go.set() or time.sleep(0.001))
+    monkeypatch.setattr(_collectives, "time", clock)
+    assert peak_of_two(monkeypatch, let_go) == MIB
+
+
+def test_what_is_held_for_long_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_collectives, "PATIENCE", 0.01)
+    assert peak_of_two(monkeypatch, threading.Event()) == 2 * MIB
 
 
 def test_tensors_elsewhere_in_the_process_may_be_of_any_kind() -> None:

@@ -75,12 +75,15 @@ def floor_bytes(graph: ComputationGraph) -> int:
 
 
 def peak_beside(plan: Plan, known: Beside, found: Beside) -> int:
-    """The peak of a plan that was made with ``known`` beside its graph, if ``found`` is there instead; in bytes."""
-    needed = max((op.workspace_bytes for op in plan.graph.ops if op.name == OUTSIDE), default=0)
+    """The peak of a plan that was made with ``known`` beside its graph, if ``found`` is there instead; in bytes.
+
+    What other graphs of the step need between its forward and its backward is not counted: their plans have peaks of
+    their own, and with what was found beside them these may be others than were planned for.
+    """
     more = Beside(
         found.forward_bytes - known.forward_bytes,
         found.backward_bytes - known.backward_bytes,
-        max(found.outside_bytes, needed),
+        found.outside_bytes,
     )
     timeline = simulate(more.put_beside(plan.graph), plan.schedule)
     at = timeline.after[plan.schedule.boundary - 1] if plan.schedule.boundary else plan.graph.input_bytes

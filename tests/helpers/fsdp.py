@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -20,12 +25,13 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_remat import measure
+from lightning_remat._collectives import COLLECTIVES
 from lightning_remat.callbacks import RematCallback
 from lightning_remat.strategies import RematFSDP2Strategy
 from tests.helpers.failing import failing
@@ -139,7 +145,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mixed": {"make": Mixed, "gradient_clip_val": 0.1},
     "kept": {"make": Kept},
     "accumulating": {"accumulate_grad_batches": 2},
-    "measured": {"remat": {"measure": True}, "rows": 16},
+    "measured": {"remat": {"measure": True}, "rows": 16, "late": 0.01},
     "checked": {"remat": {"check": True}},
     "auto": {"budget": "auto"},
     "resumed": {"resumed": True},
@@ -147,6 +153,27 @@ CASES: dict[str, dict[str, Any]] = {
     "forward fails": {"fails": "forward"},
     "backward fails": {"fails": "backward"},
 }
+
+
+@contextlib.contextmanager
+def let_go_late(seconds: float) -> Iterator[None]:
+    """Every third collective's tensors are held for a while after it has ended, as gloo's threads do now and then."""
+    with contextlib.ExitStack() as replaced:
+        for name in filter(partial(hasattr, distributed), COLLECTIVES):
+            replaced.enter_context(mock.patch.object(distributed, name, late(getattr(distributed, name), seconds)))
+        yield
+
+
+def late(collective: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    calls = itertools.count()
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        result = collective(*args, **kwargs)
+        if next(calls) % 3 == 0:
+            threading.Thread(target=lambda *held: time.sleep(seconds), args=(*args, *kwargs.values())).start()
+        return result
+
+    return called
 
 
 def run(name: str, folder: Path, processes: int) -> None:
@@ -159,7 +186,7 @@ def run(name: str, folder: Path, processes: int) -> None:
     # The last batch of each process is smaller.
     case["train"] = lambda: samples(processes * (batches * rows + rows // 2), rows)
 
-    resumed, fails = case.pop("resumed", False), case.pop("fails", None)
+    resumed, fails, seconds = case.pop("resumed", False), case.pop("fails", None), case.pop("late", None)
     kind = RematFSDP2Strategy if fails else ModelParallelStrategy
 
     named = case.pop("strategy", None)
@@ -184,7 +211,8 @@ def run(name: str, folder: Path, processes: int) -> None:
     remat = callback(budget, **options)
     found: dict[str, Any] = {}
     try:
-        with mock.patch.object(measure, "_note_release", wraps=measure._note_release) as noted:
+        held = let_go_late(seconds) if seconds else contextlib.nullcontext()
+        with held, mock.patch.object(measure, "_note_release", wraps=measure._note_release) as noted:
             scheduled = trained(remat)
         found["sent"] = noted.call_count
         assert_same(whole(plain.results), whole(scheduled.results))

@@ -13,7 +13,7 @@ import torch
 from lightning_remat import Plan, rematerialize
 from lightning_remat.callbacks.dashboard import plan_metrics, worth_showing
 from lightning_remat.measure import held_bytes
-from lightning_remat.planner._beside import needing
+from lightning_remat.planner._beside import NOTHING_BESIDE, Beside, needing, peak_beside
 from lightning_remat.planner._plan import FOR_ONCE, trade_off, with_beside
 from lightning_remat.report import analyse, compared_page, format_bytes, plan_figure, plan_table
 from lightning_remat.schedule import OUTSIDE
@@ -88,6 +88,17 @@ def test_code_that_is_not_captured_is_there_where_it_sets_the_peak() -> None:
         assert stretch.timeline().peak_step == at and stretch.most_bytes == stretch.after[at] + nbytes
         assert {module.partition(".")[0] for module in stretch.modules[:at] if module} == {"first"}
     assert first.predicted_peak_bytes == whole.after.most_bytes > second.predicted_peak_bytes
+
+
+def test_what_is_beside_a_graph_changes_its_own_peak_alone(plans: list[Plan]) -> None:
+    """Not what others are known to need meanwhile: with what was found beside them, their peaks are others too."""
+    less = Beside(forward_bytes=-1000, backward_bytes=-1000)
+    own = [peak_beside(plan, NOTHING_BESIDE, NOTHING_BESIDE) for plan in plans]
+    assert max(own) == plans[0].predicted_peak_bytes
+    assert [peak_beside(plan, NOTHING_BESIDE, less) for plan in plans] == [nbytes - 1000 for nbytes in own]
+    needed = dataclasses.replace(plans[0], graph=needing(plans[0].graph, plans[0].predicted_peak_bytes))
+    assert needed.timeline().peak_bytes > plans[0].predicted_peak_bytes
+    assert peak_beside(needed, NOTHING_BESIDE, NOTHING_BESIDE) == own[0]
 
 
 def test_it_is_saved_with_the_plan_and_moves_with_what_is_beside(plans: list[Plan], tmp_path: Path) -> None:
