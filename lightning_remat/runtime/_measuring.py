@@ -158,14 +158,11 @@ class Measuring:
             # The measured step did run. With "auto" the device has room for it, though less than the margin is left free; a
             # share is one of less, now that less is known to be held.
             put_back()
+            self._wanted[shapes] = 0
             self._paths.beside.keep(lambda key, _: key != (shapes, path))
-            if not self._sharded:
-                self._wanted[shapes] = 0
-            # Shards are measured again, as often as is wanted: what was sent may have been let go of late, by chance.
-            if not self._wanted.get(shapes):
-                log.warning(
-                    "%s keeps its plans, though it held %s: %s", self._name or "the step", format_bytes(most), error
-                )
+            log.warning(
+                "%s keeps its plans, though it held %s: %s", self._name or "the step", format_bytes(most), error
+            )
         self._paths.settle(shapes, path)
 
     def _possible(self) -> bool:
