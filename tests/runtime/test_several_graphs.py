@@ -50,8 +50,9 @@ def train(call: Any, module: torch.nn.Module, x: torch.Tensor, steps: int) -> li
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("parts", "share"), [(2, 0.8), (2, 0.3), (3, 0.3)])
-def test_graphs_share_one_budget(share: float, parts: int) -> None:
+@pytest.mark.parametrize(("parts", "share", "planned"), [(2, 0.8, (1, 2)), (2, 0.3, (3,)), (3, 0.3, (3,))])
+def test_graphs_share_one_budget(share: float, parts: int, planned: tuple[int, ...]) -> None:
+    """Each is planned as it comes, then all of them together, and again where they were measured to hold less."""
     torch.manual_seed(0)
     original, x = Broken(parts), torch.randn(2048, 128)
     eager = copy.deepcopy(original)
@@ -66,8 +67,8 @@ def test_graphs_share_one_budget(share: float, parts: int) -> None:
     result = train(scheduled, module, x, 4)
     assert all(map(torch.equal, expected, result))
     assert scheduled.failures == ()
-    assert scheduled.runs == (1,) * parts + (3,) * parts  # each planned as it came, then all of them together
-    alone, together = scheduled.plans[:parts], scheduled.plans[parts:]
+    assert scheduled.runs == tuple(runs for runs in (1, *planned) for _ in range(parts))
+    alone, together = scheduled.plans[:parts], scheduled.plans[-parts:]
     if share < 0.5:  # the first graphs, alone, left too little for the others
         assert max(plan.predicted_peak_bytes for plan in alone) > budget
     else:
