@@ -90,7 +90,8 @@ def _run(
 ) -> tuple[list[Result], int]:
     """Run the cases of a part that have no result yet; returns all results, and how many cases have none."""
     results = Results(options.out / f"{part.name}.json", part.name, environment)
-    cases = [case for case in part.cases(settings) if options.matching in case.key]
+    everything = part.cases(settings)
+    cases = [case for case in everything if options.matching in case.key]
     if options.again:
         results.forget([case.key for case in cases])
     waiting = [case for case in cases if results.get(case.key) is None]
@@ -102,7 +103,8 @@ def _run(
         style = "red" if faults(one) else None
         console.print(f"  {case.key}: {one['status']}{said} ({one['wall_seconds']} s)", style=style, markup=False)
 
-    Runs(part, settings, deadline, record, options.workers).run(waiting)
+    known = {case.key: one for case in everything if (one := results.get(case.key)) is not None}
+    Runs(part, settings, deadline, record, options.workers, known).run(waiting)
     found = [one for case in cases if (one := results.get(case.key)) is not None]
     return found, len(cases) - len(found)
 

@@ -100,5 +100,5 @@ PART = Part(
     run=run,
     table=table,
     limit_seconds=180,
-    workers=8,
+    workers=12,
 )

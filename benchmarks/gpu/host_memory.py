@@ -148,5 +148,6 @@ PART = Part(
     cases=cases,
     run=run,
     table=table,
-    limit_seconds=300,
+    limit_seconds=400,
+    workers=4,
 )

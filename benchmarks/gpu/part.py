@@ -57,11 +57,13 @@ class Case:
         key: names it among the part's.
         group: cases of one group run in one process, one after the other.
         options: what `Part.run` gets: plain data.
+        after: keys of cases that it waits for; their results, where there are some, are the option ``found``.
     """
 
     key: str
     group: str
     options: Mapping[str, Any]
+    after: Sequence[str] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -142,5 +142,5 @@ PART = Part(
     run=run,
     table=table,
     limit_seconds=120,
-    workers=3,
+    workers=6,
 )

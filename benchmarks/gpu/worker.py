@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.common.results import plain
+from benchmarks.gpu.alone import join
 from benchmarks.gpu.part import FAILED, Part, Result, Settings, result
 
 
@@ -49,6 +50,7 @@ def _clean() -> None:
 def main() -> None:
     """Answer until the standard input ends."""
     faulthandler.enable()  # a segmentation fault says where
+    join()
     module, given = sys.argv[1:]
     settings = Settings(**{key: tuple(one) if isinstance(one, list) else one for key, one in json.loads(given).items()})
     with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as answers:

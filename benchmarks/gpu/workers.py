@@ -13,13 +13,14 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
 from benchmarks.determinism import CUBLAS
+from benchmarks.gpu import alone
 from benchmarks.gpu.environment import ROOT
 from benchmarks.gpu.part import CRASHED, HUNG, Case, Part, Result, Settings, result
 
@@ -54,15 +55,15 @@ class Worker:
                 start_new_session=True,  # so that it ends with all that it started
             )
 
-    def ask(self, case: Case, seconds: float) -> Result:
-        """Run a case.
+    def ask(self, options: Mapping[str, Any], seconds: float) -> Result:
+        """Run a case with these options.
 
         Raises:
             TimeoutError: where there is no answer within these seconds.
             EOFError: where the process ends first; its words are `last_words`.
         """
         with contextlib.suppress(BrokenPipeError):  # it has ended: seen below
-            _stream(self._process.stdin).write(json.dumps(dict(case.options)).encode() + b"\n")
+            _stream(self._process.stdin).write(json.dumps(dict(options)).encode() + b"\n")
             _stream(self._process.stdin).flush()
         answers, line, until = _stream(self._process.stdout).fileno(), b"", time.monotonic() + seconds
         while not line.endswith(b"\n"):
@@ -115,6 +116,7 @@ class Runs:
         deadline: in the seconds of `time.monotonic`: what runs then is ended, without a result.
         record: told of each result.
         most: processes at a time, at most; the part has its own limit.
+        known: results that there are already, by key.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class Runs:
         deadline: float,
         record: Callable[[Case, Result], None],
         most: int | None = None,
+        known: Mapping[str, Result] | None = None,
     ) -> None:
         self.part, self.settings, self.deadline, self.record = part, settings, deadline, record
         cores = os.cpu_count() or 1
@@ -132,12 +135,15 @@ class Runs:
         self._stopped = threading.Event()
         self._running: set[Worker] = set()
         self._lock = threading.Lock()
+        self._found = dict(known or {})
+        self._to_come: set[str] = set()
 
     def run(self, cases: Sequence[Case]) -> None:
         """Run them; those for which there is no time are left out."""
         groups: dict[str, list[Case]] = {}
         for case in cases:
             groups.setdefault(case.group, []).append(case)
+        self._to_come = {case.key for case in cases}
         with ThreadPoolExecutor(self.workers) as pool:
             waiting = [pool.submit(self._group, group) for group in groups.values()]
             try:
@@ -153,11 +159,17 @@ class Runs:
                 worker.end()
 
     def _group(self, cases: Sequence[Case]) -> None:
+        try:
+            self._in_processes(cases)
+        finally:
+            self._to_come -= {case.key for case in cases}
+
+    def _in_processes(self, cases: Sequence[Case]) -> None:
         """Cases one after the other, in as many processes as it takes."""
         left = list(cases)
         while left and self._seconds_left() >= self.part.least_seconds:
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-                worker = Worker(self.part, self.settings, Path(folder), self._threads)
+                worker, died = Worker(self.part, self.settings, Path(folder), self._threads), False
                 with self._lock:
                     if self._stopped.is_set():
                         worker.end()
@@ -165,17 +177,20 @@ class Runs:
                 with worker:
                     while left and self._seconds_left() >= self.part.least_seconds:
                         case = left.pop(0)
-                        if not self._one(worker, case):
+                        if died := not self._one(worker, case):
                             break
+                if died:
+                    alone.go_on()  # the others may have been stopped for it
                 with self._lock:
                     self._running.remove(worker)
 
     def _one(self, worker: Worker, case: Case) -> bool:
         """Run a case and record it; returns whether the process can go on."""
+        options = self._options(case)
         seconds = min(self.part.limit_seconds, self._seconds_left())
         started = time.monotonic()
         try:
-            found = worker.ask(case, seconds)
+            found = worker.ask(options, seconds)
         except EOFError:
             how, log = worker.last_words()
             wall_seconds = round(time.monotonic() - started, 2)
@@ -189,9 +204,18 @@ class Runs:
         self._keep(case, found)
         return CRASHED not in found.get("faults", ())
 
+    def _options(self, case: Case) -> dict[str, Any]:
+        """What a case gets, once those that it waits for have been run."""
+        while self._to_come.intersection(case.after) and self._seconds_left() > 0:
+            self._stopped.wait(0.1)
+        found = {key: self._found[key] for key in case.after if key in self._found}
+        return {**case.options, **({"found": found} if case.after else {})}
+
     def _keep(self, case: Case, found: Result) -> None:
         if not self._stopped.is_set():
             self.record(case, found)
+        self._found[case.key] = found
+        self._to_come.discard(case.key)
 
     def _seconds_left(self) -> float:
         return -1.0 if self._stopped.is_set() else self.deadline - time.monotonic()
