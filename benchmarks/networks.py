@@ -56,7 +56,8 @@ def build(name: str, size: str = "cpu", device: torch.device | str = "cpu", seed
     if size not in SIZES:
         raise ValueError(f"no size {size!r}: choose one of {', '.join(SIZES)}")
     factory, sizes = _FACTORIES[name]
-    with torch.random.fork_rng(devices=[]):
+    made_on = torch.device(device if size == "gpu" else "cpu")  # large ones where that takes seconds instead of minutes
+    with torch.random.fork_rng(devices=[made_on] if made_on.type == "cuda" else []), made_on:
         torch.manual_seed(seed)
         description, module, batch, block_types = factory(**{**sizes[size], **changes})
     dtype = torch.bfloat16 if size == "gpu" else torch.float32

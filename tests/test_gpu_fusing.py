@@ -92,11 +92,16 @@ def loss_after(module: nn.Module, call: Callable[..., torch.Tensor], batch: torc
     return trained(module, call, batch)[-3]
 
 
-def test_fast_runs_are_told_and_near(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     def fused(captured: CapturedGraph, **_options: object) -> list[tuple[CapturedGraph | None, float]]:
         return [(captured.fused(Fusing.FAST), 0.0)]  # no other form is looked at: small networks are faster as they are
 
     monkeypatch.setattr(_plans, "forms", fused)
+
+
+@pytest.mark.usefixtures("fast")
+def test_fast_runs_are_told_and_near() -> None:
     eager, batch = gpt2(torch.float32)
     module = copy.deepcopy(eager)
     step = rematerialize(module, budget=1.0, fuse="fast", time_limit=3.0)
@@ -104,3 +109,41 @@ def test_fast_runs_are_told_and_near(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runs(step) > 0 and step.plan is not None
     assert _TOLD[Fusing.FAST] in step.plan.notes
     assert not any("layer_norm" in op.target for op in step.plan.graph.ops)
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("budget", [1.0, "min"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_fast_runs_have_batch_norm_in_them(dtype: torch.dtype, budget: float | str) -> None:
+    eager, batch = large(conv_net, dtype)
+    module = copy.deepcopy(eager)
+    step = rematerialize(module, budget=budget, fuse="fast", time_limit=3.0)
+    near = {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(loss_after(module, step, batch), loss_after(eager, eager, batch), **near)
+    for one, other in zip(module.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(one, other, **near)
+    assert runs(step) > 0 and step.plan is not None
+    assert not any("batch_norm" in op.target for op in step.plan.graph.ops)
+
+
+class Interpolating(nn.Module):
+    """Called with images; returns a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 8, 3, padding=1)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.interpolate(self.first(images).relu(), scale_factor=2.0, mode="bilinear")
+        return self.second(x).square().mean()
+
+
+@pytest.mark.usefixtures("fast")
+def test_deterministic_interpolation_adds_up_by_products() -> None:
+    module, batch = Interpolating().to("cuda"), torch.randn(4, 3, 64, 64, device="cuda")
+    step = rematerialize(module, budget=1.0, fuse="fast", time_limit=3.0)
+    found, expected = (torch.autograd.grad(call(batch), list(module.parameters())) for call in (step, module))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-3, atol=1e-4)
+    assert step.plan is not None and not step.failures
+    assert any("added_in_grid" in op.target for op in step.plan.graph.ops)

@@ -94,7 +94,7 @@ def _run(
     cases = [case for case in everything if options.matching in case.key]
     if options.again:
         results.forget([case.key for case in cases])
-    waiting = [case for case in cases if results.get(case.key) is None]
+    waiting = [case for case in cases if results.get(case) is None]
     console.print(f"{part.name}: {len(cases)} cases, {len(waiting)} to run", markup=False)
 
     def record(case: Case, one: Result) -> None:
@@ -103,9 +103,9 @@ def _run(
         style = "red" if faults(one) else None
         console.print(f"  {case.key}: {one['status']}{said} ({one['wall_seconds']} s)", style=style, markup=False)
 
-    known = {case.key: one for case in everything if (one := results.get(case.key)) is not None}
+    known = {case.key: one for case in everything if (one := results.get(case)) is not None}
     Runs(part, settings, deadline, record, options.workers, known).run(waiting)
-    found = [one for case in cases if (one := results.get(case.key)) is not None]
+    found = [one for case in cases if (one := results.get(case)) is not None]
     return found, len(cases) - len(found)
 
 

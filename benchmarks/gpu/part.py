@@ -58,12 +58,14 @@ class Case:
         group: cases of one group run in one process, one after the other.
         options: what `Part.run` gets: plain data.
         after: keys of cases that it waits for; their results, where there are some, are the option ``found``.
+        of_others: whether it runs nothing of this project: a result counts whatever the project's sources are.
     """
 
     key: str
     group: str
     options: Mapping[str, Any]
     after: Sequence[str] = ()
+    of_others: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import results
-from benchmarks.gpu.part import Result
+from benchmarks.gpu.part import Case, Result
 
 FORMAT, FORMAT_VERSION = "lightning_remat.gpu", 1
 
@@ -18,8 +18,8 @@ FORMAT, FORMAT_VERSION = "lightning_remat.gpu", 1
 class Results:
     """What is known of a part's cases.
 
-    A result counts for the machine, the versions and the sources that it was made with: what another environment gave stays in
-    the file until the case is run again.
+    A result counts for the machine, the versions and (unless it is of others' code alone) the sources that it was made with:
+    what another environment gave stays in the file until the case is run again.
 
     Args:
         path: of the file; read where it exists.
@@ -34,6 +34,7 @@ class Results:
         self.path = path
         self._lock = threading.Lock()
         self._environment = _name(environment)
+        self._elsewhere = {**environment, "sources": ""}
         self._data: dict[str, Any] = read(path) if path.exists() else {}
         if self._data and self._data["part"] != part:
             raise ValueError(f"{path} holds the results of {self._data['part']!r}, not of {part!r}")
@@ -46,10 +47,14 @@ class Results:
             "cases": self._data.get("cases", {}),
         }
 
-    def get(self, key: str) -> Result | None:
+    def get(self, case: Case) -> Result | None:
         """What this environment gave for a case; ``None`` where it has not been run."""
-        found: Result | None = self._data["cases"].get(key)
-        return found if found is not None and found["environment"] == self._environment else None
+        found: Result | None = self._data["cases"].get(case.key)
+        if found is None:
+            return None
+        with_others = {**self._data["environments"][found["environment"]], "sources": ""}
+        counts = case.of_others and with_others == self._elsewhere
+        return found if counts or found["environment"] == self._environment else None
 
     def put(self, key: str, one: Result) -> None:
         """Keep a result, and write the file."""

@@ -339,8 +339,8 @@ class _Reader:
     def _overwritable(self, node: Node, outputs: Sequence[int]) -> tuple[int, ...]:
         """Inputs whose memory an op's first result may take: of its own shape and strides, alone on their storage.
 
-        Inputs of the graph are not among them, since they are the caller's, and a result that the graph returns takes
-        none: it must not lie on memory that the graph has made for another tensor.
+        Inputs of the graph are not among them, since they are the caller's. A result that the graph returns is not written
+        over a view: it would be one.
         """
         value, made = node.meta.get("val"), node
         if isinstance(value, (tuple, list)):
@@ -348,7 +348,7 @@ class _Reader:
             if len(items) != 1:
                 return ()
             value, made = value[0], items[0]
-        if not isinstance(value, torch.Tensor) or not outputs or made in self.handed_out:
+        if not isinstance(value, torch.Tensor) or not outputs:
             return ()
         sources = [n for n in node.all_input_nodes if n in self.node_tensor]
         if _overwriting.reads_rows(node.target) and not all(self.specs.of(n.meta["val"]).contiguous for n in sources):
@@ -358,6 +358,8 @@ class _Reader:
         for source in sources:
             t = self.node_tensor[source]
             if self.tensor_list[t].role is not TensorRole.INTERMEDIATE or source.op != "call_function":
+                continue
+            if made in self.handed_out and _ops.is_view(source.target):
                 continue
             storage, given = self.tensor_list[t].storage, source.meta["val"]
             alone = read.count(storage) == 1 and storage not in self.given_storages

@@ -409,7 +409,7 @@ class TestParts:
         for one in peers.values():
             assert one["status"] == OK and one["peak_bytes"] > 0 and one["of_eager"] > 0, one
         assert peers["eager"]["differing"] == []
-        monkeypatch.setattr(trial, "fastest_bytes", lambda: 1)
+        monkeypatch.setattr(trial, "compiled_bytes", lambda: 1)
         assert trial.row("exact")["status"] == INFEASIBLE
         found = trial.row("smallest")
         assert found["status"] == OK and found["rematerializes"] and found["differing"] == [], found

@@ -1,4 +1,5 @@
-"""Layer norm as the ops that it is made of, for runs that need not have eager's numbers: these are fused with what is around.
+"""Layer norm and batch norm as the ops that they are made of, for runs that need not have eager's numbers: these are fused with
+what is around.
 
 Half precision is computed in single precision, as torch's kernels do.
 """
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from lightning_remat.capture import _ops
 from lightning_remat.capture._torch import real_tensors
 from lightning_remat.capture.fusing._rules import HALVES
 
@@ -18,13 +20,15 @@ aten = torch.ops.aten
 Node = torch.fx.Node
 
 
-def open_layer_norms(graph: torch.fx.Graph) -> None:
-    """Put ops of one result each in the place of layer norms and their gradients."""
+def open_norms(graph: torch.fx.Graph) -> None:
+    """Put ops of one result each in the place of layer norms, batch norms and their gradients."""
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in _OPENED:
             continue
         with graph.inserting_before(node):
             made = _OPENED[node.target](_Writer(node), *node.args)
+        if made is None:
+            continue
         for item in list(node.users):
             item.replace_all_uses_with(made[item.args[1]])
             graph.erase_node(item)
@@ -108,7 +112,125 @@ def _backward(
     return write.results(*found)
 
 
-_OPENED: dict[Any, Callable[..., list[Node | None]]] = {
+def _batch_forward(
+    write: _Writer,
+    x: Node,
+    weight: Node | None,
+    bias: Node | None,
+    running_mean: Node,
+    running_var: Node,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> list[Node | None] | None:
+    """Results: of the norm, the batch's mean and inverse deviation, and new running statistics."""
+    if not training or not _is_opened(x):
+        return None
+    dims, channels = _of_channels(x)
+    single = write.single(x)
+    mean, variance = (
+        write(aten.mean.dim, single, dims, True),
+        write(aten.var.correction, single, dims, correction=0, keepdim=True),
+    )
+    rstd = write(aten.rsqrt.default, write(aten.add.Tensor, variance, eps))
+    result = write(aten.mul.Tensor, write(aten.sub.Tensor, single, mean), rstd)
+    if weight is not None:
+        result = write(aten.mul.Tensor, result, write.single(write(aten.view.default, weight, channels)))
+    if bias is not None:
+        result = write(aten.add.Tensor, result, write.single(write(aten.view.default, bias, channels)))
+    count, flat = x.meta["val"].numel() // x.meta["val"].shape[1], [x.meta["val"].shape[1]]
+    unbiased = write(aten.mul.Tensor, variance, count / max(count - 1, 1))
+    news = []
+    for old, new in ((running_mean, mean), (running_var, unbiased)):
+        news.append(write(next_statistic, old, write(aten.view.default, new, flat), momentum))
+        news[-1].meta["remat_once"] = True  # when the forward has ended, the old value is there no longer
+    statistics = [write(aten.view.default, one, flat) for one in (mean, rstd)]
+    if len(write.dtypes) == _CUDNN_RESULTS:  # its reserve space is read by the gradient alone, which is opened too
+        none = write(aten.empty.memory_format, [0], dtype=torch.uint8, device=x.meta["val"].device)
+        return write.results(result, *statistics, none, *news)
+    return write.results(result, *statistics, *news)
+
+
+def next_statistic(old: torch.Tensor, new: torch.Tensor, momentum: float) -> torch.Tensor:
+    """A running statistic after a batch with the statistic ``new``, which is in single precision or more."""
+    return old.to(new.dtype).lerp(new, momentum).to(old.dtype)
+
+
+_CUDNN_RESULTS = 6
+
+
+def _batch_backward(
+    write: _Writer,
+    grad: Node,
+    x: Node,
+    weight: Node | None,
+    _running_mean: Node | None,
+    _running_var: Node | None,
+    mean: Node,
+    rstd: Node,
+    training: bool,
+    _eps: float,
+    wanted: Sequence[bool],
+) -> list[Node | None] | None:
+    if not training or not _is_opened(x):
+        return None
+    dims, channels = _of_channels(x)
+    flat, count = [x.meta["val"].shape[1]], x.meta["val"].numel() // x.meta["val"].shape[1]
+    grad, x = write.single(grad), write.single(x)
+    mean, rstd = (write.single(write(aten.view.default, one, channels)) for one in (mean, rstd))
+    less = write(aten.sub.Tensor, x, mean)
+    total = write(aten.sum.dim_IntList, grad, dims, True)
+    along = write(aten.mul.Tensor, write(aten.sum.dim_IntList, write(aten.mul.Tensor, grad, less), dims, True), rstd)
+    found: list[Node | None] = [None, None, None]
+    if wanted[0]:
+        part = write(aten.mul.Tensor, less, write(aten.mul.Tensor, write(aten.mul.Tensor, along, rstd), 1.0 / count))
+        rest = write(aten.sub.Tensor, write(aten.sub.Tensor, grad, write(aten.mul.Tensor, total, 1.0 / count)), part)
+        scale = rstd
+        if weight is not None:
+            scale = write(aten.mul.Tensor, rstd, write.single(write(aten.view.default, weight, channels)))
+        found[0] = write(aten.mul.Tensor, rest, scale)
+    if wanted[1]:
+        found[1] = write(aten.view.default, along, flat)
+    if wanted[2]:
+        found[2] = write(aten.view.default, total, flat)
+    return write.results(*found)
+
+
+def _cudnn_backward(
+    write: _Writer,
+    x: Node,
+    grad: Node,
+    weight: Node,
+    _mean: None,
+    _var: None,
+    mean: Node,
+    rstd: Node,
+    eps: float,
+    _reserve: Node,
+) -> list[Node | None] | None:
+    return _batch_backward(write, grad, x, weight, None, None, mean, rstd, True, eps, (True, True, True))
+
+
+def _of_channels(x: Node) -> tuple[list[int], list[int]]:
+    """The dimensions that a batch norm sums over, and the shape of what there is one of for each channel."""
+    shape = x.meta["val"].shape
+    return [i for i in range(len(shape)) if i != 1], [size if i == 1 else 1 for i, size in enumerate(shape)]
+
+
+LEFT = ("cpu",)
+"""Types of devices on which batch norm stays one op: torch's kernels for the CPU are as fast."""
+
+
+def _is_opened(x: Node) -> bool:
+    """Whether a batch norm of such a tensor is written as other ops."""
+    return x.meta["val"].device.type not in LEFT and all(type(size) is int for size in x.meta["val"].shape)
+
+
+_OPENED: dict[Any, Callable[..., list[Node | None] | None]] = {
     aten.native_layer_norm.default: _forward,
     aten.native_layer_norm_backward.default: _backward,
+    aten._native_batch_norm_legit_functional.default: _batch_forward,
+    aten.native_batch_norm_backward.default: _batch_backward,
+    _ops.cudnn_batch_norm: _batch_forward,
+    aten.cudnn_batch_norm_backward.default: _cudnn_backward,
 }

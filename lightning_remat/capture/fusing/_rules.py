@@ -48,7 +48,7 @@ _INSIDE_VIEWS = {
 _NORMALIZING = {
     *(aten._softmax.default, aten._log_softmax.default),
     *(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default),
-    *(aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default),
+    *(aten.sum.dim_IntList, aten.mean.dim, aten.var.correction, aten.amax.default, aten.amin.default),
 }
 """Ops that sum along a dimension: compiled, in another order."""
 

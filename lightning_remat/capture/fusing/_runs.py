@@ -21,8 +21,9 @@ from lightning_remat.capture._own_functions import put
 from lightning_remat.capture._sorting import sort
 from lightning_remat.capture._torch import hint
 from lightning_remat.capture.fusing._fused import Run, compile_runs
-from lightning_remat.capture.fusing._opened import open_layer_norms
+from lightning_remat.capture.fusing._opened import open_norms
 from lightning_remat.capture.fusing._rules import CONSTANTS, is_inside_view, may_be_fused
+from lightning_remat.capture.fusing._spread import spread_by_products
 from lightning_remat.graph import Phase
 
 Node = torch.fx.Node
@@ -35,7 +36,8 @@ nowhere in memory.)"""
 def fuse_runs(graph: torch.fx.Graph, num_fwd_outputs: int, *, exact: bool) -> bool:
     """Put one function in the place of each run of ops in a joint graph; returns whether there are any."""
     if not exact:
-        open_layer_norms(graph)
+        open_norms(graph)
+        spread_by_products(graph)
     _compute_again(graph, num_fwd_outputs)
     runs = _runs(_order(graph, num_fwd_outputs), exact)
     number = {node: number for number, node in enumerate(graph.nodes)}
