@@ -163,13 +163,17 @@ class Trial:
             self._cleared()
         return self.rows[way]
 
+    def known(self, way: str) -> Result:
+        """The row of a way, of another process or of this one."""
+        return self.found.get(way) or self.row(way)
+
     def compiled_bytes(self) -> int:
         """The peak of a compiled step without a budget: as a budget, parameters and batch included.
 
         Raises:
             RuntimeError: where it does not run.
         """
-        row = self.found.get(COMPILED) or self.row(COMPILED)
+        row = self.known(COMPILED)
         if not row.get("peak_bytes"):
             raise RuntimeError(f"the compiled step does not run: {row.get('error')}")
         return int(row["peak_bytes"]) + held_bytes(self.module, self.made.batch)
@@ -212,7 +216,7 @@ class Trial:
         if not options.get("cuda_graphs"):  # a recorded step's memory does not count as allocated
             peak = fields["peak_bytes"] + held_bytes(self.module, self.made.batch)
             wrong += [OVER] if peak > fields["budget_bytes"] else []
-        return result(*wrong, status=UNREPEATABLE if self.row("eager")["differing"] else OK, **fields)
+        return result(*wrong, status=UNREPEATABLE if self.known("eager")["differing"] else OK, **fields)
 
     def _ours(self, options: Mapping[str, Any], module: nn.Module, _blocks: Sequence[str]) -> Rematerialized:
         given = {"time_limit": TIME_LIMIT, **self.settings.options, **options}
