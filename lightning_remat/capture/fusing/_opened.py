@@ -54,6 +54,19 @@ class _Writer:
             made.meta = {**self.meta, "val": op(*torch.fx.node.map_arg(args, lambda one: one.meta["val"]), **kwargs)}
         return made
 
+    def last(self, op: Any, *args: Any) -> Node:
+        """The node of an op that runs once, behind all others where nothing reads the last two results of what is opened.
+
+        (When the forward has ended, what it reads may be there no longer; and what else reads a run's results ends the run.)
+        """
+        graph, first = self.node.graph, len(self.dtypes) - 2
+        readers = {user for item in self.node.users if item.args[1] >= first for user in item.users}  # type: ignore[operator]
+        with graph.inserting_before(graph.output_node() if readers <= {graph.output_node()} else self.node):
+            made = self(op, *args)
+        made.meta.pop("nn_module_stack", None)  # the forward's last module does not end with it
+        made.meta["remat_once"] = True
+        return made
+
     def single(self, node: Node) -> Node:
         """A tensor in the precision that is computed in."""
         return self.cast(node, torch.float32) if node.meta["val"].dtype in HALVES else node
@@ -128,32 +141,27 @@ def _batch_forward(
         return None
     dims, channels = _of_channels(x)
     single = write.single(x)
-    mean, variance = (
-        write(aten.mean.dim, single, dims, True),
-        write(aten.var.correction, single, dims, correction=0, keepdim=True),
-    )
+    mean, variance = write(aten.mean.dim, single, dims), write(aten.var.correction, single, dims, correction=0)
     rstd = write(aten.rsqrt.default, write(aten.add.Tensor, variance, eps))
-    result = write(aten.mul.Tensor, write(aten.sub.Tensor, single, mean), rstd)
+    less = write(aten.sub.Tensor, single, write(aten.view.default, mean, channels))
+    result = write(aten.mul.Tensor, less, write(aten.view.default, rstd, channels))
     if weight is not None:
         result = write(aten.mul.Tensor, result, write.single(write(aten.view.default, weight, channels)))
     if bias is not None:
         result = write(aten.add.Tensor, result, write.single(write(aten.view.default, bias, channels)))
-    count, flat = x.meta["val"].numel() // x.meta["val"].shape[1], [x.meta["val"].shape[1]]
+    count = x.meta["val"].numel() // x.meta["val"].shape[1]
     unbiased = write(aten.mul.Tensor, variance, count / max(count - 1, 1))
-    news = []
-    for old, new in ((running_mean, mean), (running_var, unbiased)):
-        news.append(write(next_statistic, old, write(aten.view.default, new, flat), momentum))
-        news[-1].meta["remat_once"] = True  # when the forward has ended, the old value is there no longer
-    statistics = [write(aten.view.default, one, flat) for one in (mean, rstd)]
+    statistics = zip((running_mean, running_var), (mean, unbiased), write.dtypes[-2:], strict=True)
+    news = [write.last(next_statistic, old, new, momentum, dtype) for old, new, dtype in statistics]
     if len(write.dtypes) == _CUDNN_RESULTS:  # its reserve space is read by the gradient alone, which is opened too
         none = write(aten.empty.memory_format, [0], dtype=torch.uint8, device=x.meta["val"].device)
-        return write.results(result, *statistics, none, *news)
-    return write.results(result, *statistics, *news)
+        return write.results(result, mean, rstd, none, *news)
+    return write.results(result, mean, rstd, *news)
 
 
-def next_statistic(old: torch.Tensor, new: torch.Tensor, momentum: float) -> torch.Tensor:
+def next_statistic(old: torch.Tensor, new: torch.Tensor, momentum: float, dtype: torch.dtype) -> torch.Tensor:
     """A running statistic after a batch with the statistic ``new``, which is in single precision or more."""
-    return old.to(new.dtype).lerp(new, momentum).to(old.dtype)
+    return old.to(new.dtype).lerp(new, momentum).to(dtype)
 
 
 _CUDNN_RESULTS = 6
@@ -175,25 +183,24 @@ def _batch_backward(
     if not training or not _is_opened(x):
         return None
     dims, channels = _of_channels(x)
-    flat, count = [x.meta["val"].shape[1]], x.meta["val"].numel() // x.meta["val"].shape[1]
+    share = x.meta["val"].shape[1] / x.meta["val"].numel()
     grad, x = write.single(grad), write.single(x)
-    mean, rstd = (write.single(write(aten.view.default, one, channels)) for one in (mean, rstd))
-    less = write(aten.sub.Tensor, x, mean)
-    total = write(aten.sum.dim_IntList, grad, dims, True)
-    along = write(aten.mul.Tensor, write(aten.sum.dim_IntList, write(aten.mul.Tensor, grad, less), dims, True), rstd)
-    found: list[Node | None] = [None, None, None]
+    mean, rstd = write.single(mean), write.single(rstd)
+    less = write(aten.sub.Tensor, x, write(aten.view.default, mean, channels))
+    total = write(aten.sum.dim_IntList, grad, dims)
+    along = write(aten.mul.Tensor, write(aten.sum.dim_IntList, write(aten.mul.Tensor, grad, less), dims), rstd)
     if wanted[0]:
-        part = write(aten.mul.Tensor, less, write(aten.mul.Tensor, write(aten.mul.Tensor, along, rstd), 1.0 / count))
-        rest = write(aten.sub.Tensor, write(aten.sub.Tensor, grad, write(aten.mul.Tensor, total, 1.0 / count)), part)
-        scale = rstd
+        part, scale = write(aten.mul.Tensor, write(aten.mul.Tensor, along, rstd), share), rstd
         if weight is not None:
-            scale = write(aten.mul.Tensor, rstd, write.single(write(aten.view.default, weight, channels)))
-        found[0] = write(aten.mul.Tensor, rest, scale)
-    if wanted[1]:
-        found[1] = write(aten.view.default, along, flat)
-    if wanted[2]:
-        found[2] = write(aten.view.default, total, flat)
-    return write.results(*found)
+            scale = write(aten.mul.Tensor, rstd, write.single(weight))
+        each = write(aten.view.default, write(aten.mul.Tensor, total, share), channels)
+        rest = write(
+            aten.sub.Tensor,
+            write(aten.sub.Tensor, grad, each),
+            write(aten.mul.Tensor, less, write(aten.view.default, part, channels)),
+        )
+        gradient = write(aten.mul.Tensor, rest, write(aten.view.default, scale, channels))
+    return write.results(gradient if wanted[0] else None, along if wanted[1] else None, total if wanted[2] else None)
 
 
 def _cudnn_backward(
@@ -223,7 +230,8 @@ LEFT = ("cpu",)
 
 def _is_opened(x: Node) -> bool:
     """Whether a batch norm of such a tensor is written as other ops."""
-    return x.meta["val"].device.type not in LEFT and all(type(size) is int for size in x.meta["val"].shape)
+    sizes = x.meta["val"].shape
+    return x.meta["val"].device.type not in LEFT and all(type(size) is int and size > 0 for size in sizes)
 
 
 _OPENED: dict[Any, Callable[..., list[Node | None] | None]] = {

@@ -181,12 +181,26 @@ def _cut(members: _Members, number: Mapping[Node, int], exact: bool) -> _Cut:
             inside.add(view)
         if any(user in left or (user not in ops and user not in members.views) for user in view.users):
             left.add(view)
+    given = set() if exact else _given_views(inside)
+    inside |= given
     read = {source for node in left for source in node.all_input_nodes}
     stays = [node for node in members.ops if node in read or any(u not in ops | members.views for u in node.users)]
     returned = sorted(stays, key=_nbytes, reverse=True)
     program, inputs = _program(sorted(inside, key=number.__getitem__), returned)
     run = Run(program, tuple(map(_spec, inputs)), tuple(map(_spec, returned)), exact)
-    return _Cut(run, inputs, returned, (ops | members.views) - left)
+    return _Cut(run, inputs, returned, (ops | members.views | given) - left)
+
+
+def _given_views(inside: Collection[Node]) -> set[Node]:
+    """Views that lead to a run's nodes, and to nothing else, of what the run is given."""
+    found = set[Node]()
+    waiting = [source for node in inside for source in node.all_input_nodes]
+    while waiting:
+        view = waiting.pop()
+        if is_inside_view(view) and view not in inside and all(user in inside or user in found for user in view.users):
+            found.add(view)
+            waiting += view.all_input_nodes
+    return found
 
 
 def _replace(graph: torch.fx.Graph, members: _Members, exact: bool) -> bool:
