@@ -1,8 +1,8 @@
 """Another form of a joint graph: runs of ops between matrix products are one compiled kernel each.
 
 * ``_rules`` says which ops may be in a run, and ``_forms`` how some are written for the compiler.
-* Where numbers may differ, ``_opened`` writes layer norm and batch norm as the ops that they are made of, and ``_spread`` sums at
-  places in a grid as matrix products.
+* Where numbers may differ, ``_opened`` writes layer norm and batch norm as the ops that they are made of, and ``_spread`` sums
+  at places in a grid as matrix products.
 * ``_runs`` finds the runs, and puts a function in the place of each.
 * ``_fused`` is a run as such a function: compiled by Inductor, and compared with its ops.
 
