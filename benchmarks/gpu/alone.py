@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(tempfile.gettempdir()) / "lightning_remat-alone"
+FOLDER = Path(tempfile.gettempdir()) / f"lightning_remat-alone-{os.getuid()}"
 DEVICE, HERE, ELSEWHERE, LOST = "device", "here", "elsewhere", "lost"
 """Files: locked by whoever is alone, or in its turn; of each process, locked while it lives; locked while it needs no device;
 and with the seconds that it lost."""

@@ -24,6 +24,9 @@ from benchmarks.gpu import alone
 from benchmarks.gpu.environment import ROOT
 from benchmarks.gpu.part import CRASHED, HUNG, Case, Part, Result, Settings, result
 
+COMPILING = 4
+"""Processes in which each of several workers compiles kernels, at least: they are idle for most of the time."""
+
 LOG_LINES = 40
 """Of what a process said last, kept with a case that it did not survive."""
 
@@ -42,7 +45,11 @@ class Worker:
         self._log = folder / "log.txt"
         variables = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "PYTHONUNBUFFERED": "1"}
         variables |= {"LIGHTNING_REMAT_CACHE": str(folder / "costs")}
-        variables |= {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+        if threads is not None:
+            variables |= {
+                "OMP_NUM_THREADS": str(threads),
+                "TORCHINDUCTOR_COMPILE_THREADS": str(max(COMPILING, threads)),
+            }
         command = [sys.executable, "-m", "benchmarks.gpu.worker", part.module, json.dumps(dataclasses.asdict(settings))]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
