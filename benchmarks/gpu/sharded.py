@@ -32,6 +32,9 @@ TRAINED, STEPS, UNTIMED = 8, 10, 2
 """Steps that are compared (the planner has measured its own by then), and those that are timed."""
 
 TIME_LIMIT = 20.0
+MEASURED = {"cuda": 1, "cpu": 4}
+"""How many steps are measured; the least counts: a thread of gloo's may let go of a tensor late, on the CPU."""
+
 WAYS: Mapping[str, dict[str, Any]] = {
     "FSDP2": {},
     "1.0": {"budget": 1.0},
@@ -98,8 +101,9 @@ def _measured(
             call = rematerialize(module, **{"time_limit": TIME_LIMIT, **settings.options, **options})
         left[way] = made.train(module, call, TRAINED)
         step: Callable[[], object] = functools.partial(made.step, made.module, call)
-        with seen_collectives(lambda _tensor: None):  # on the CPU it is chance when a tensor is let go of without
-            rows[way] = peaks(step, module, made.batch, device)
+        with seen_collectives(lambda _tensor: None):
+            found = [peaks(step, module, made.batch, device) for _ in range(MEASURED[device.type])]
+        rows[way] = min(found, key=lambda one: one["measured_peak_bytes"] or 0)
         if options:
             ran = [plan for plan, runs in zip(call.plans, call.runs, strict=True) if runs >= 3]
             if call.failures or not ran:
