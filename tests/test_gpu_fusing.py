@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from lightning_remat import Rematerialized, rematerialize
-from lightning_remat.capture import CapturedGraph, Fusing
+from lightning_remat.capture import Fusing
 from lightning_remat.measure import held_bytes, track_peak
 from lightning_remat.planner._tiling import _TOLD
-from lightning_remat.runtime import _plans
+from tests.helpers.fused_forms import take_fused
 from tests.test_gpu import DTYPES, Factory, conv_net, deterministic, gpt2
 from tests.test_gpu_recordings import assert_same, recorded, trained
 
@@ -94,10 +94,7 @@ def loss_after(module: nn.Module, call: Callable[..., torch.Tensor], batch: torc
 
 @pytest.fixture
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fused(captured: CapturedGraph, **_options: object) -> list[tuple[CapturedGraph | None, float]]:
-        return [(captured.fused(Fusing.FAST), 0.0)]  # no other form is looked at: small networks are faster as they are
-
-    monkeypatch.setattr(_plans, "forms", fused)
+    take_fused(monkeypatch)
 
 
 @pytest.mark.usefixtures("fast")

@@ -6,7 +6,7 @@ import copy
 import logging
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from benchmarks import networks
 from lightning_remat import Rematerialized, rematerialize
-from lightning_remat.capture import CapturedGraph, Fusing, TensorSpec
+from lightning_remat.capture import Fusing, TensorSpec
 from lightning_remat.capture import _ops as ops
 from lightning_remat.capture.fusing import _fused, _runs
 from lightning_remat.capture.fusing._fused import Run, same_bits
@@ -26,7 +26,7 @@ from lightning_remat.capture.fusing._rules import may_be_fused
 from lightning_remat.errors import ConfigError
 from lightning_remat.measure import held_bytes, peak_memory
 from lightning_remat.planner._tiling import forms
-from lightning_remat.runtime import _plans
+from tests.helpers.fused_forms import take_fused
 from tests.helpers.training import Classifier, callback, compare, seeded_losses
 
 aten = torch.ops.aten
@@ -43,15 +43,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16) if ROUNDS_BETWEEN else (
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are planned with their runs fused, whatever it costs."""
-
-    def fused(
-        captured: CapturedGraph, *, fusing: Fusing | None, **_facts: bool
-    ) -> Iterator[tuple[CapturedGraph, float]]:
-        form = None if fusing is None else captured.fused(fusing)
-        yield captured if form is None else form, math.inf
-
-    monkeypatch.setattr(_plans, "forms", fused)
+    take_fused(monkeypatch)
 
 
 def kernels(step: Rematerialized) -> list[str]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,12 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from lightning_remat import rematerialize
-from lightning_remat.capture import CapturedGraph, Fusing
 from lightning_remat.capture import _ops as ops
-from lightning_remat.capture.fusing import _opened
+from lightning_remat.capture.fusing import _rules
 from lightning_remat.capture.fusing._opened import open_norms
 from lightning_remat.capture.rewritings import _batch_norm
-from lightning_remat.runtime import _plans
+from tests.helpers.fused_forms import take_fused
 
 aten = torch.ops.aten
 NORMS = (aten.native_layer_norm.default, aten.native_layer_norm_backward.default)
@@ -67,7 +64,7 @@ def test_results_gradients_and_dtypes(dtype: torch.dtype, given: str, whole: boo
 
 @pytest.fixture
 def batch_norms_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_opened, "LEFT", ())
+    monkeypatch.setattr(_rules, "LEFT", ())
     monkeypatch.setattr(
         _batch_norm._overwriting, "writes_where_told", lambda *_: False
     )  # a backward of the CPU's alone
@@ -143,7 +140,7 @@ def test_cudnns_batch_norm() -> None:
     )
     graph.output((made[0], *made[1:3], *made[4:], *back))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(_opened, "LEFT", ())
+        patched.setattr(_rules, "LEFT", ())
         open_norms(graph)
     graph.lint()
     module = torch.fx.GraphModule({}, graph)
@@ -172,10 +169,7 @@ class Convolutional(nn.Module):
 def test_batch_norms_in_a_step(budget: float | str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Running statistics are updated once a step, also where what they are made of is computed again."""
 
-    def fused(captured: CapturedGraph, **_options: object) -> Iterator[tuple[CapturedGraph | None, float]]:
-        yield captured.fused(Fusing.FAST), math.inf
-
-    monkeypatch.setattr(_plans, "forms", fused)
+    take_fused(monkeypatch)
     torch.manual_seed(0)
     module = Convolutional()
     twin = copy.deepcopy(module)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,10 +11,9 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lightning_remat import rematerialize
-from lightning_remat.capture import CapturedGraph, Fusing
-from lightning_remat.capture.fusing import _spread
+from lightning_remat.capture.fusing import _rules, _spread
 from lightning_remat.capture.fusing._spread import added_in_grid, spread_by_products
-from lightning_remat.runtime import _plans
+from tests.helpers.fused_forms import take_fused
 
 aten = torch.ops.aten
 Tensors = tuple[torch.Tensor, ...]
@@ -23,7 +21,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_spread, "LEFT", ())
+    monkeypatch.setattr(_rules, "LEFT", ())
     monkeypatch.setattr(_spread, "FEWEST", 1)
 
 
@@ -92,10 +90,15 @@ def test_which_are_found(arguments: tuple[Any, ...], found: bool) -> None:
         torch.testing.assert_close(module(base, values, *given), step(base, values, *given))
 
 
-@pytest.mark.parametrize(("limit", "value"), [("LEFT", ("cpu",)), ("FEWEST", 85), ("LARGEST", 30)])
+@pytest.mark.parametrize(("limit", "value"), [("FEWEST", 85), ("LARGEST", 30)])
 @pytest.mark.usefixtures("everywhere")
 def test_where_they_stay(limit: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_spread, limit, value)
+    test_which_are_found((BASE, [None, ROWS, COLUMNS], VALUES, True), False)
+
+
+def test_on_the_cpu_they_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_spread, "FEWEST", 1)
     test_which_are_found((BASE, [None, ROWS, COLUMNS], VALUES, True), False)
 
 
@@ -114,10 +117,7 @@ class Interpolated(nn.Module):
 
 @pytest.mark.usefixtures("everywhere")
 def test_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fused(captured: CapturedGraph, **_options: object) -> Iterator[tuple[CapturedGraph | None, float]]:
-        yield captured.fused(Fusing.FAST), math.inf
-
-    monkeypatch.setattr(_plans, "forms", fused)
+    take_fused(monkeypatch)
     module, x = Interpolated(), torch.randn(3, 5, 6)
     step = rematerialize(module, 1.0, fuse="fast", solver="no_remat", cost_model="flops")
 

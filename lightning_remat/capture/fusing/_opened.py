@@ -14,7 +14,7 @@ import torch.fx
 
 from lightning_remat.capture import _ops
 from lightning_remat.capture._torch import real_tensors
-from lightning_remat.capture.fusing._rules import HALVES
+from lightning_remat.capture.fusing._rules import HALVES, is_left
 
 aten = torch.ops.aten
 Node = torch.fx.Node
@@ -224,14 +224,9 @@ def _of_channels(x: Node) -> tuple[list[int], list[int]]:
     return [i for i in range(len(shape)) if i != 1], [size if i == 1 else 1 for i, size in enumerate(shape)]
 
 
-LEFT = ("cpu",)
-"""Types of devices on which batch norm stays one op: torch's kernels for the CPU are as fast."""
-
-
 def _is_opened(x: Node) -> bool:
     """Whether a batch norm of such a tensor is written as other ops."""
-    sizes = x.meta["val"].shape
-    return x.meta["val"].device.type not in LEFT and all(type(size) is int and size > 0 for size in sizes)
+    return not is_left(x) and all(type(size) is int and size > 0 for size in x.meta["val"].shape)
 
 
 _OPENED: dict[Any, Callable[..., list[Node | None] | None]] = {

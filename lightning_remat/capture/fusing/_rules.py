@@ -79,6 +79,15 @@ def may_be_fused(node: Node, exact: bool) -> bool:
 _MARKS = ("remat_once", "remat_acts", "remat_handed_over")
 
 
+LEFT = ("cpu",)
+"""Types of devices on which batch norms, and sums at given places, stay torch's own kernels, which are as fast."""
+
+
+def is_left(node: Node) -> bool:
+    """Whether a tensor is on such a device."""
+    return node.meta["val"].device.type in LEFT
+
+
 def is_inside_view(node: Node) -> bool:
     """Whether a node is a view that may be in a run, between two of its ops."""
     return node.op == "call_function" and node.target in _INSIDE_VIEWS and is_tensor(node)

@@ -14,6 +14,7 @@ import torch
 import torch.fx
 
 from lightning_remat.capture._nodes import is_tensor
+from lightning_remat.capture.fusing._rules import is_left
 
 aten = torch.ops.aten
 Node = torch.fx.Node
@@ -22,9 +23,6 @@ _ADDING = (aten.index_put.default, aten._unsafe_index_put.default)
 
 FEWEST = 1 << 16
 """Numbers that are added, at least: with less, one kernel is as fast as a few."""
-
-LEFT = ("cpu",)
-"""Types of devices on which ops stay as they are."""
 
 LARGEST = 1 << 22
 """The most elements of a matrix that says which row goes to which."""
@@ -68,7 +66,7 @@ def _lies_in_grid(base: Any, places: Any, values: Any, accumulate: Any = False, 
     given = [one for one in places if one is not None]
     if not accumulate or not given or list(places) != [*[None] * (len(places) - len(given)), *given]:
         return False
-    if not all(map(is_tensor, (base, values, *given))) or base.meta["val"].device.type in LEFT:
+    if not all(map(is_tensor, (base, values, *given))) or is_left(base):
         return False
     made, added, indices = base.meta["val"], values.meta["val"], [one.meta["val"] for one in given]
     if any(type(size) is not int for one in (made, added, *indices) for size in one.shape):
