@@ -8,7 +8,8 @@ counts as zero, and releasing some of it makes room that later allocations fill 
 What is outside torch's allocators (Python objects, a library's own scratch space; for a step on the CPU, tensors that wait on
 the host) is not seen; on CPU neither are a storage that existed before and is resized in place, and threads other than the
 calling one and autograd's (what these allocate and another one releases counts until its memory is allocated again, unless
-it was given to a collective of ``torch.distributed``: in a measured block one returns when its tensors have been let go of).
+it was given to a collective of ``torch.distributed``, or allocated by one: in a measured block one returns when its tensors
+have been let go of, and what it has allocated itself is free then).
 """
 
 from __future__ import annotations
@@ -249,7 +250,8 @@ def _track_cpu(peak: PeakMemory, give_way: Callable[[], None] | None) -> Iterato
     gc.collect()  # garbage that is collected during the block would count as room that the block made
     changes: list[_Change] = []
     marks: list[int] = []
-    elsewhere: list[tuple[int, int, int]] = []
+    elsewhere: list[_Allocation] = []
+    collectives: list[tuple[int, int]] = []
     peak._mark = lambda: marks.append(time.time_ns())
     older = _storages_on_cpu()
     quiet = QuietReleases(len(older))
@@ -274,7 +276,7 @@ def _track_cpu(peak: PeakMemory, give_way: Callable[[], None] | None) -> Iterato
     quiet.start()
     atexit.register(stop)  # a process that ends while a profiler runs crashes
     try:
-        with giving_way(give_way), seen_collectives(watch):
+        with giving_way(give_way), seen_collectives(watch, lambda *moments: collectives.append(moments)):
             yield
     finally:
         atexit.unregister(stop)
@@ -282,7 +284,8 @@ def _track_cpu(peak: PeakMemory, give_way: Callable[[], None] | None) -> Iterato
         if profiler_running():
             recorder.__exit__(None, None, None)
             del watches
-            changes += _recorded([*cpu_allocations(recorder), *elsewhere])
+            seen = cpu_allocations(recorder)
+            changes += _recorded([*seen, *elsewhere, *_gone_with(collectives, seen)])
             peak.stretches = _stretches(changes, marks)
             peak.peak_bytes = max(0, *(stretch.peak_bytes for stretch in peak.stretches))
         else:  # the block started a profiler of its own, which ended this one
@@ -291,6 +294,9 @@ def _track_cpu(peak: PeakMemory, give_way: Callable[[], None] | None) -> Iterato
 
 _Change = tuple[int, int]
 """Nanoseconds on the system's clock, and bytes allocated (or, negative, released) at that moment."""
+
+_Allocation = tuple[int, int, int]
+"""The moment, the address, and the bytes (negative if released)."""
 
 
 def _stretches(changes: Iterable[_Change], marks: Sequence[int]) -> list[Stretch]:
@@ -306,7 +312,7 @@ def _stretches(changes: Iterable[_Change], marks: Sequence[int]) -> list[Stretch
     return found
 
 
-def _recorded(allocations: list[tuple[int, int, int]]) -> Iterator[_Change]:
+def _recorded(allocations: Iterable[_Allocation]) -> Iterator[_Change]:
     """Allocations of the profiled block, and the releases of what it allocated, of all that the profiler has recorded.
 
     Releases of anything else are left out: the profiler does not see most of them, and takes the sizes of some from
@@ -330,7 +336,18 @@ def _recorded(allocations: list[tuple[int, int, int]]) -> Iterator[_Change]:
             yield moment, -live.pop(address)
 
 
-def _note_release(releases: list[tuple[int, int, int]], address: int, nbytes: int, _: object) -> None:
+def _gone_with(collectives: Iterable[tuple[int, int]], allocations: Iterable[_Allocation]) -> Iterator[_Allocation]:
+    """Releases of what was allocated between these moments, at their ends.
+
+    The profiler sees such a release only where the calling thread, not gloo's, was the last to hold the collective.
+    """
+    made = sorted(one for one in allocations if one[2] > 0)
+    for begin, end in collectives:
+        for _, address, nbytes in made[bisect.bisect_left(made, (begin,)) : bisect.bisect_right(made, (end,))]:
+            yield end, address, -nbytes
+
+
+def _note_release(releases: list[_Allocation], address: int, nbytes: int, _: object) -> None:
     releases.append((time.time_ns(), address, -nbytes))
 
 
