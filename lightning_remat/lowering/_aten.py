@@ -51,7 +51,7 @@ def lower(captured: CapturedGraph, schedule: Schedule) -> Modules:
         forward.run(step)
     saved = needed_from_forward(captured, schedule)
     tensors, sizes = [key for key in saved if not _is_size(key)], _sizes(captured)
-    returned = [forward.value(v) if isinstance(v, Node) else v for v in captured.forward_outputs]
+    returned = [forward.returned(v) if isinstance(v, Node) else v for v in captured.forward_outputs]
     carried = [forward.value(key) for key in (*tensors, *sizes)]
     forward_module = forward.finish((*returned, *carried))
     backward_module = lower_backward(captured, schedule, saved)
@@ -261,6 +261,7 @@ class _Writer:
         self.done = set(done or ())
         self.graph = torch.fx.Graph()
         self.values: dict[Any, Node] = {}
+        self.written_over: set[int] = set()  # tensors that lie where another one lay
 
     def _key(self, key: Key) -> Any:
         if isinstance(key, Node):
@@ -299,6 +300,18 @@ class _Writer:
         if isinstance(key, Node) and key.op == "call_function" and key not in self.captured.node_tensor:
             return self._copy(key)
         raise ScheduleError(f"{_name(self.captured, key)} is read and not present: the schedule was not verified")
+
+    def returned(self, node: Node) -> Node:
+        """What stands for an output: nothing that autograd knows as a view, where the op of eager mode makes none.
+
+        What an op writes over a view is that view, and autograd forbids the user to write to it later.
+        """
+        value = self.value(node)
+        if self.captured.node_tensor.get(node) not in self.written_over:
+            return value
+        detached = self.graph.call_function(torch.ops.aten.detach.default, (value,))
+        detached.meta = dict(value.meta)
+        return detached
 
     def _copy(self, node: Node) -> Node:
         made = self.graph.node_copy(node, self.value)
@@ -366,6 +379,7 @@ class _Writer:
             target, kwargs = self._written_over(node, self.captured.node_tensor[self.captured.updated[node]], kwargs)
         elif over >= 0:
             target, kwargs = self._overwriting(node, over, kwargs)
+            self.written_over.add(op.outputs[0])
         made = self.graph.call_function(target, args, kwargs)
         made.meta = dict(node.meta)
         made.meta.pop("from_node", None)

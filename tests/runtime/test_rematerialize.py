@@ -144,6 +144,30 @@ class TestSignature:
             results.append([x, module.first.weight.grad])
         assert all(map(torch.equal, *results))
 
+    @pytest.mark.parametrize("broken", [False, True])
+    def test_an_output_that_is_changed_in_place(self, broken: bool) -> None:
+        """The sum is written over a view; autograd forbids to write to views of what a captured graph returns."""
+
+        def forward(self: Net, x: torch.Tensor) -> torch.Tensor:
+            rows = x.unflatten(0, (-1, 2))
+            y = rows.mean() + functional.dropout(self.last(self.first(rows).tanh()), 0.1)
+            if broken:
+                torch._dynamo.graph_break()
+                y += 1
+            return y
+
+        results = []
+        for wrap in (False, True):
+            module = net(forward)
+            step: Any = rematerialize(module, budget=1.0, cost_model="unit") if wrap else module
+            torch.manual_seed(1)
+            output = step(inputs())
+            assert not output._is_view()
+            output += 1
+            output.square().mean().backward()
+            results.append([output, *(one.grad for one in module.parameters())])
+        assert all(map(torch.equal, *results)) and len(step.plans) == 1 + broken
+
 
 class TestParameters:
     def test_frozen_and_tied(self) -> None:
