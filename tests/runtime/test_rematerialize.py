@@ -169,6 +169,28 @@ class TestSignature:
         assert all(map(torch.equal, *results)) and len(step.plans) == 1 + broken
 
 
+class TestBuffers:
+    @pytest.mark.parametrize("budget", [1.0, "min"])
+    def test_a_batch_norm_whose_output_nobody_reads(self, budget: float | str) -> None:
+        """Its running statistics move all the same, once a step."""
+
+        def forward(self: Net, x: torch.Tensor) -> torch.Tensor:
+            y = self.first(x)
+            self.norm(y)
+            return self.last(y.tanh()).square().mean()
+
+        results = []
+        for wrap in (False, True):
+            module = net(forward)
+            module.norm = nn.BatchNorm1d(module.first.out_features)
+            step: Any = rematerialize(module, budget=budget, cost_model="unit") if wrap else module
+            for _ in range(2):
+                step(inputs()).backward()
+            results.append([module.first.weight.grad, *module.norm.buffers()])
+        assert all(map(torch.equal, *results)) and captured_whole(step)
+        assert int(module.norm.num_batches_tracked) == 2
+
+
 class TestParameters:
     def test_frozen_and_tied(self) -> None:
         def forward(self: Net, x: torch.Tensor) -> torch.Tensor:

@@ -320,6 +320,22 @@ class Problem(PlainProblem):
             if self.producer[v] >= self.boundary or self.producer[v] < 0:
                 name = next(t.name for t in graph.tensors if t.storage == self.storage[v])
                 raise GraphError(f"forward output {name} is produced in the backward")
+        self._pin_effects(graph)
+
+    def _pin_effects(self, graph: ComputationGraph) -> None:
+        """Ops of which nothing is wanted but what they make of an input (a batch norm that nobody reads) run once."""
+        handed_out = (*graph.forward_outputs, *graph.forward_transient, *graph.backward_outputs)
+        changed = {graph.tensors[t].storage for t in handed_out} & graph.input_storages
+        wanted = {
+            *self.forward_outputs,
+            *self.forward_transient,
+            *self.finals,
+            *(v for read in self.reads for v in read),
+        }
+        for node, index in enumerate(self.ops):
+            made = {graph.tensors[t].storage for t in graph.ops[index].outputs}
+            if made & changed and wanted.isdisjoint(self.writes[node]):
+                self.recomputable[node] = False
 
     def _pin_mutated(self, graph: ComputationGraph) -> None:
         """Ops that touch a storage that is overwritten in place run once: the value before is gone afterwards."""
