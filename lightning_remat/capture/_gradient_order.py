@@ -8,12 +8,14 @@ the views are made such that autograd comes to them in eager's order: the one th
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 import torch.fx
 from torch.fx import Node
 
+from lightning_remat.capture._ops import is_view
 from lightning_remat.capture._sums import forward_ops
 from lightning_remat.capture._torch import argument_of
 
@@ -47,11 +49,28 @@ def gradient_order(graph: torch.fx.Graph, num_fwd_outputs: int) -> tuple[int, ..
 
 
 def without_gradients(graph: torch.fx.Graph, num_fwd_outputs: int) -> frozenset[int]:
-    """Positions of the arguments that no output of a joint graph's forward depends on: they get no gradient from it."""
+    """Positions of the arguments that no output of a joint graph's forward depends on: they get no gradient from it.
+
+    Those of which a view is handed out are not among them: AOTAutograd makes that view outside of the graph, and their gradient
+    comes through it.
+    """
     output = graph.output_node()
     results: Any = output.args[0]
     descriptions = list(output.meta.get("desc") or [])[num_fwd_outputs:]
-    found = (
+    found = {
         argument_of(one) for node, one in zip(results[num_fwd_outputs:], descriptions, strict=False) if node is None
-    )
-    return frozenset(argument for argument in found if argument is not None)
+    }
+    handed_out = {
+        argument_of(_viewed(one).meta.get("desc")) for one in results[:num_fwd_outputs] if isinstance(one, Node)
+    }
+    return frozenset(argument for argument in found - handed_out if argument is not None)
+
+
+def _viewed(node: Node) -> Node:
+    """What a node is a view of, with a gradient; the node itself where it is none."""
+    while node.op == "call_function" and node.target is not torch.ops.aten.detach.default:
+        source = node.args[0] if node.args else None
+        if not isinstance(source, Node) or not (is_view(node.target) or node.target is operator.getitem):
+            break
+        node = source
+    return node

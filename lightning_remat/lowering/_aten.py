@@ -26,6 +26,7 @@ from lightning_remat.lowering._replay import random_state, replaying
 from lightning_remat.schedule import Compute, Copy, Free, Schedule, Step
 
 Node = torch.fx.Node
+aten = torch.ops.aten
 RANDOM_STATE, HOST = "random_state", "host"
 State = tuple[str, int]
 """The random state before an op's first evaluation, or a tensor's copy on the host: which, and the index of op or tensor."""
@@ -302,14 +303,19 @@ class _Writer:
         raise ScheduleError(f"{_name(self.captured, key)} is read and not present: the schedule was not verified")
 
     def returned(self, node: Node) -> Node:
-        """What stands for an output: nothing that autograd knows as a view, where the op of eager mode makes none.
+        """What stands for an output: no view, which autograd would not let the user write to later.
 
-        What an op writes over a view is that view, and autograd forbids the user to write to it later.
+        A view is returned where eager mode makes one, and where an op writes its result over one. What is returned in its
+        place counts changes together with all that lies there: the backward notices if it reads what the user has changed.
         """
-        value = self.value(node)
-        if self.captured.node_tensor.get(node) not in self.written_over:
+        value, index = self.value(node), self.captured.node_tensor.get(node)
+        graph = self.captured.graph
+        if index is None or graph.tensors[index].storage in graph.input_storages:
             return value
-        detached = self.graph.call_function(torch.ops.aten.detach.default, (value,))
+        shares = graph.is_view[graph.producer[index]] and value.target is not aten.detach.default
+        if not shares and index not in self.written_over:
+            return value
+        detached = self.graph.call_function(aten.detach.default, (value,))
         detached.meta = dict(value.meta)
         return detached
 
@@ -367,6 +373,8 @@ class _Writer:
         after_update = again and (self.in_backward or bool(updates))
         args, kwargs = torch.fx.node.map_arg(_arguments(node, after_update), self.value)
         target: Callable[..., Any] = node.target  # type: ignore[assignment]
+        if target is aten._unsafe_view.default and not self.in_backward:
+            target = aten.view.default  # which counts changes together with what it is a view of
         norm = ops.training_batch_norm(target, node.args)
         if again and op.random:
             args = (self._device(node), self.value((RANDOM_STATE, index)), *args)

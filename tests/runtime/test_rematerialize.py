@@ -168,6 +168,53 @@ class TestSignature:
             results.append([output, *(one.grad for one in module.parameters())])
         assert all(map(torch.equal, *results)) and len(step.plans) == 1 + broken
 
+    @pytest.mark.parametrize("budget", [1.0, "min"])
+    @pytest.mark.parametrize("view", [torch.t, lambda weight: weight[:2], lambda weight: weight.split(2)[1][None]])
+    def test_a_view_of_a_parameter_that_is_handed_out(self, view: Any, budget: float | str) -> None:
+        """Nothing is computed with the parameter itself: its gradient comes through the view alone."""
+
+        def forward(self: Net, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.last(self.first(x).tanh()).square().mean(), view(self.other.weight)
+
+        results = []
+        for wrap in (False, True):
+            module = net(forward)
+            module.other = nn.Linear(4, 4)
+            step: Any = rematerialize(module, budget=budget, cost_model="unit") if wrap else module
+            loss, handed_out = step(inputs())
+            (loss + handed_out.square().sum()).backward()
+            results.append([module.first.weight.grad, module.other.weight.grad])
+        assert all(map(torch.equal, *results)) and captured_whole(step, 1)
+
+    def test_a_parameter_that_is_handed_out_detached(self) -> None:
+        """It has no gradient, and autograd does not come to its hooks."""
+
+        def forward(self: Net, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.last(self.first(x).tanh()).square().mean(), self.other.weight.t().detach()[:2]
+
+        module, told = net(forward), list[nn.Parameter]()
+        module.other = nn.Linear(4, 4)
+        module.other.weight.register_post_accumulate_grad_hook(told.append)
+        step = rematerialize(module, budget="min", cost_model="unit")
+        loss, handed_out = step(inputs())
+        (loss + handed_out.sum()).backward()
+        assert module.other.weight.grad is None and not told and not handed_out.requires_grad
+
+    @pytest.mark.parametrize("view", [None, "view", "slice", "detach"])
+    def test_an_output_that_the_backward_computes_from_must_not_be_changed(self, view: str | None) -> None:
+        """Eager mode saves what it has made of it, and does not mind; here autograd has to notice."""
+
+        def forward(self: Net, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = nn.functional.linear(x.unflatten(0, (-1, 2)), self.first.weight)
+            views = {"view": hidden.view(-1), "slice": hidden[1:], "detach": hidden.detach()}
+            return views.get(view or "", hidden), functional.gelu(hidden - 1)
+
+        module = net(forward)
+        first, second = rematerialize(module, budget="min", cost_model="unit")(inputs())
+        first.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            second.sum().backward()
+
 
 class TestBuffers:
     @pytest.mark.parametrize("budget", [1.0, "min"])

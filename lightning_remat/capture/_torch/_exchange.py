@@ -235,6 +235,8 @@ class Exchange:
         self._inputs_saved = getattr(metadata, "saved_tensor_is_graph_input", [])
         self._note_inputs()
         metadata.bw_donated_idxs = []  # no saved tensor is marked for the backward to write over
+        # Views among the outputs are none that autograd knows already, and count changes with what they are views of.
+        metadata.unsafe_view_out_indices, metadata.num_unsafe_view_outputs = [], 0
         if all(isinstance(note, PlainTensorMeta) for note in metadata.subclass_tangent_meta):
             self._tangents = list(metadata.subclass_tangent_meta)
             self._expected = [note.memory_format for note in self._tangents]
