@@ -8,7 +8,7 @@ is already that of the new trace; the next call is planned with it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch.fx
 
@@ -65,12 +65,13 @@ class Arrivals:
         found, self._to_plan = self._to_plan, None
         return found
 
-    def begin(self, version: int, given: Mapping[int, Given]) -> None:
+    def begin(self, version: int, given: Mapping[int, Given], ported: Collection[int] = ()) -> None:
         """A version's backward begins: make it one for the layouts of its gradients.
 
         Args:
             version: number of the version.
             given: shape and strides of the gradients that it is given, by the position of the output.
+            ported: positions of those that autograd does not hand over: it has zeros in their places, laid out as traced.
 
         Raises:
             CaptureError, ScheduleError: where no backward could be made for these layouts.
@@ -81,7 +82,8 @@ class Arrivals:
         for (place, layout), one in zip(made_for.tangents, came, strict=True):
             if place is not None and one is not None and not alike(one[0], one[1], layout.at(one[0])):
                 others[place] = Layout.of(*one)
-        if not self._exchange.expect(came):
+        handed_over = ((place, one) for (place, _), one in zip(made_for.tangents, came, strict=True))
+        if not self._exchange.expect([None if place in ported else one for place, one in handed_over]):
             if others:
                 raise CaptureError("its outputs are of tensor subclasses")
             return

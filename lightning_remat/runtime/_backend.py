@@ -53,7 +53,7 @@ from lightning_remat.planner._surroundings import Surroundings
 from lightning_remat.runtime._accumulate import Accumulator
 from lightning_remat.runtime._arrivals import Arrivals
 from lightning_remat.runtime._graph import Graph
-from lightning_remat.runtime._moving import MovingBuffers
+from lightning_remat.runtime._moving import ChangedActivations, MovingBuffers
 from lightning_remat.runtime._running import Runner, Step
 from lightning_remat.runtime._sized_plans import rounded_up
 
@@ -379,6 +379,7 @@ class _Handed:
             plan=number,
             buffers=planned.buffers,
             arrivals=arrivals,
+            changes=None if self._whole or self._sharded else ChangedActivations(exchange),
             code=self._code,
             plainly=None if self._in_checkpoints else as_in_eager_mode(self._module).forward,
             accumulator=self._reading.accumulator,

@@ -17,7 +17,7 @@ from lightning_remat.planner._device_memory import DeviceMemory
 from lightning_remat.planner._surroundings import Surroundings, Weights
 from lightning_remat.runtime._accumulate import Accumulator
 from lightning_remat.runtime._arrivals import Arrivals
-from lightning_remat.runtime._moving import MovingBuffers
+from lightning_remat.runtime._moving import ChangedActivations, MovingBuffers
 from lightning_remat.runtime._recent import Recent
 from lightning_remat.runtime._sized_plans import SizedPlans
 from lightning_remat.schedule import Schedule
@@ -40,6 +40,7 @@ class Graph:
         versions: the version of each plan, by the plan's number.
         plan: number of the plan that runs where no plan was made for the call as a whole.
         buffers: its inputs that may change between forward and backward.
+        changes: what it is given or hands out that changes before its backward; ``None`` where that is not looked for.
         arrivals: the layouts of the gradients that its backward is given.
         code: code of the frame that it was found in.
         plainly: runs it as Dynamo found it; ``None`` where that is not what eager mode runs.
@@ -64,6 +65,7 @@ class Graph:
     plan: int
     buffers: MovingBuffers
     arrivals: Arrivals
+    changes: ChangedActivations | None = None
     code: types.CodeType | None = None
     plainly: Callable[..., Any] | None = None
     accumulator: Accumulator | None = None
@@ -93,6 +95,11 @@ class Graph:
             self.calls = first or number, number, count + 1
         if count < READ_CALLS:
             self.read.update(id(value) for value in args if isinstance(value, torch.nn.Parameter))
+
+    @property
+    def is_new(self) -> bool:
+        """Whether the present call is its first one."""
+        return self.calls[2] == 1
 
     def always_called(self, number: int) -> bool:
         """Whether it has run in this call, and in every call since some earlier one."""

@@ -1,4 +1,4 @@
-"""Copying buffers that are changed between a forward and its backward, where the backward would read them again."""
+"""Copying what is changed between a forward and its backward, where the backward would read it again."""
 
 from __future__ import annotations
 
@@ -104,3 +104,60 @@ class MovingBuffers:
                     )
 
         return compare
+
+
+class ChangedActivations:
+    """What a part of a step is given or hands out, and later code writes to in place although its backward reads it again.
+
+    Eager mode has not saved that then. In the call in which the part is captured, its backward reads copies, and it is
+    noted what is changed; from then on there are copies of that alone.
+
+    Args:
+        exchange: runs the part.
+    """
+
+    def __init__(self, exchange: internals.Exchange) -> None:
+        self._exchange = exchange
+        self._inputs: set[int] = set()
+        # Whether one of them has been changed; the outputs that lie there, or the position of the argument.
+        self._watched: list[tuple[Callable[[], bool], frozenset[int], int | None]] = []
+
+    def begin(self, args: Sequence[Any], batch: Collection[int], new: bool) -> None:
+        """Before the forward: have copies made.
+
+        Args:
+            args: its arguments.
+            batch: ids of the call's own inputs, which are not copied.
+            new: whether the part was captured in this call.
+        """
+        if not new:
+            self._watched.clear()
+        which = _activations(args, batch) if new else self._inputs
+        self._exchange.apart = new
+        addresses = (internals.address_of(args[i]) for i in which)
+        self._exchange.moving = {address for address in addresses if address is not None}
+
+    def watch(self, args: Sequence[Any], batch: Collection[int], outputs: Sequence[Any]) -> None:
+        """After the forward of a part that was captured in this call."""
+        for i in _activations(args, batch):
+            self._watched.append((internals.changed_since(args[i]), frozenset(), i))
+        for one in outputs:
+            address = internals.address_of(one)
+            if address is not None and address in self._exchange.places:
+                self._watched.append((internals.changed_since(one), self._exchange.places[address], None))
+
+    def look(self) -> None:
+        """See what has been changed since."""
+        for changed, outputs, argument in self._watched:
+            if changed():
+                self._exchange.changed |= outputs
+                self._inputs.update(() if argument is None else (argument,))
+
+
+def _activations(args: Sequence[Any], batch: Collection[int]) -> list[int]:
+    """Positions of the arguments that earlier parts of a step have computed, and that get gradients."""
+    return [
+        i
+        for i, one in enumerate(args)
+        if type(one) is torch.Tensor and one.grad_fn is not None and id(one) not in batch
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -158,7 +158,11 @@ class Runner:
             given = staged.inputs(given)
         if measured is not None:
             measured.begins(position, "forward")
+        if graph.changes is not None:
+            graph.changes.begin(args, call.batch, graph.is_new)
         outputs = self._compiled(*given)
+        if graph.changes is not None and graph.is_new:
+            graph.changes.watch(args, call.batch, outputs)
         ports = Ports(outputs, self._views)
         if self._casts:
             for one in outputs:
@@ -233,7 +237,7 @@ class Runner:
         graph.exchange.taken, graph.exchange.staged = run.handed_out.taken, run.staged
         self._notice_what_is_shared(run.handed_out, node)
         graph.exchange.ported = graph.arrivals.tangents(ported)
-        self._take_as_given(run.number, given)
+        self._take_as_given(run.number, given, ported)
         if run.measured is not None:
             run.measured.begins(run.position, "backward")
             graph.exchange.done = functools.partial(run.measured.ends, run.position, "backward")
@@ -248,6 +252,8 @@ class Runner:
         elif unused and run.first and (self._step.several_backwards or (self._step.shared and dropped)):
             internals.keep_saved(node)
         run.compare()
+        if graph.changes is not None and graph.is_new:
+            graph.changes.look()
 
     def _notice_what_is_shared(self, handed_out: HandedOut, node: Any) -> None:
         """Give up, or have autograd add up gradients, where tensors that the graph reads are used outside of it too."""
@@ -268,10 +274,10 @@ class Runner:
                     "times and that is read outside of it too: those of this step may have other last bits"
                 )
 
-    def _take_as_given(self, number: int, given: Mapping[int, Given]) -> None:
+    def _take_as_given(self, number: int, given: Mapping[int, Given], ported: Collection[int]) -> None:
         """Have a backward run that is made for gradients of these memory layouts, or give up."""
         try:
-            self._graph.arrivals.begin(self._graph.versions[number], given)
+            self._graph.arrivals.begin(self._graph.versions[number], given, ported)
         except Exception as error:  # noqa: BLE001 - whatever torch raises while it traces
             self._step.reasons.give_up(
                 "a gradient lies otherwise in memory than the output that it is of, and no backward could be made for that "

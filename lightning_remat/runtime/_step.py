@@ -301,6 +301,9 @@ class ScheduledStep:
     def _plan_as_one(self, result: Any, symbolic: bool) -> None:
         """After a call: plan several graphs together; capture again if the call was not as its capture expected."""
         shapes, path = self._call.shapes, self._call.path
+        for graph in path:
+            if graph.changes is not None and graph.is_new:
+                graph.changes.look()
         if not self._adds_gradients(result):
             self._backend.accumulates = bool
             self._captures.anew()  # with all gradients returned

@@ -175,6 +175,14 @@ def alone_used_again(net: Net, x: torch.Tensor) -> torch.Tensor:
     return (net.c(tokens) + y.detach() + net.d(tokens)).square().mean()
 
 
+def summed(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """The gradient of the view comes expanded; autograd hands over zeros in its place."""
+    h = net.a(x)
+    y, few = net.b(h), h[:2]
+    graph_break()
+    return few.sum() + (y * h).square().mean()
+
+
 BODIES = [
     of_an_input,
     of_an_input_several_times,
@@ -190,6 +198,7 @@ BODIES = [
     changed_between,
     not_used_again,
     alone_used_again,
+    summed,
 ]
 
 

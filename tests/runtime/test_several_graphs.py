@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -150,6 +151,45 @@ def test_calls_that_go_different_ways_keep_one_budget() -> None:
         assert max(call.plans[i].predicted_peak_bytes for i in ran) <= budget
         measured = held_bytes(module, x, gradients=True) + peak_memory(lambda: step(module, call, x), "cpu")
         assert measured <= budget
+
+
+class Changing(torch.nn.Module):
+    """A part reads what code after it writes to, and eager mode has saved only what was made of it."""
+
+    def __init__(self, change: Callable[[torch.Tensor], object], of_an_input: bool) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(16, 16, bias=False), torch.nn.Linear(16, 16)
+        self.change, self.of_an_input = change, of_an_input
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        if self.of_an_input:
+            torch._dynamo.graph_break()
+        made = torch.nn.functional.gelu(hidden - 1)
+        torch._dynamo.graph_break()
+        self.change(hidden)
+        return (hidden * self.second(made)).square().mean()
+
+
+def write_a_part(hidden: torch.Tensor) -> None:
+    hidden[0] = 0
+
+
+@pytest.mark.parametrize("of_an_input", [False, True])
+@pytest.mark.parametrize(
+    "change", [torch.Tensor.relu_, write_a_part, torch.compiler.disable(torch.Tensor.neg_)], ids=["op", "part", "eager"]
+)
+def test_what_is_changed_after_a_break_is_copied(change: Callable[[torch.Tensor], object], of_an_input: bool) -> None:
+    x = torch.randn(4, 8, 16)
+    torch.manual_seed(0)
+    module = Changing(change, of_an_input)
+    other = copy.deepcopy(module)
+    right = train(other, other, x, 4)
+    step = rematerialize(module, budget="min", cost_model="unit")
+    assert all(map(torch.equal, train(step, module, x, 4), right))
+    assert not step.failures and any(
+        plan.schedule.evaluations[op] > 1 for plan in step.plans for op in plan.schedule.evaluations
+    )
 
 
 class Thrice(torch.nn.Module):

@@ -132,3 +132,41 @@ def test_what_eager_mode_runs_twice_is_given_up(monkeypatch: pytest.MonkeyPatch)
     with pytest.warns(RematWarning, match="it was captured .* for the same shapes"):
         ours = trained(other, step, steps)
     assert_same(expected, ours)
+
+
+def scaled(_module: nn.Module, *given: Any) -> torch.Tensor:
+    """What a hook makes of the last that it is given."""
+    last = given[-1]
+    return (last[0] if isinstance(last, tuple) else last) * 0.5
+
+
+class Alike(nn.Module):
+    """Blocks that are alike: all but the first are copied from it when the step is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(Perceptron()) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x).square().mean()
+
+
+@pytest.mark.parametrize("path", ["", "blocks.0", "blocks.2.after.wide"])
+@pytest.mark.parametrize("kind", ["forward", "forward_pre"])
+def test_a_hook_that_is_registered_later_runs(path: str, kind: str) -> None:
+    results = []
+    for wrap in (False, True):
+        torch.manual_seed(0)
+        module, x = Alike(), torch.randn(4, 8, WIDTH)
+        step: Any = rematerialize(module, budget="min", cost_model="unit") if wrap else module
+        losses = []
+        for number in range(4):
+            if number in (1, 2):  # added after the first step
+                handle = getattr(module.get_submodule(path), f"register_{kind}_hook")(scaled)
+            torch.manual_seed(number)
+            losses.append(step(x).detach())
+            if number in (1, 2):
+                handle.remove()
+        results.append(losses)
+    assert results[0][0] != results[0][1] and all(map(torch.equal, *results))
+    assert not step.failures and step.runs == (2, 2)  # without the hook, and with it

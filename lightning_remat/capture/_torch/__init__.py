@@ -96,7 +96,7 @@ if TYPE_CHECKING or not unknown_torch():
     )
     from lightning_remat.capture._torch._running import Arrival, Modules, boxed, unwritten
     from lightning_remat.capture._torch._symbols import computed, expression, free_symbols, hint, largest, substitute
-    from lightning_remat.capture._torch._tensors import copied, tensor_leaves
+    from lightning_remat.capture._torch._tensors import address_of, changed_since, copied, tensor_leaves
     from lightning_remat.capture._torch._tracing import collected, tracing, uncollected
     from lightning_remat.capture._torch._units import UnitCalls, as_returned, is_distributed, shards_of, unit_of
     from lightning_remat.capture._torch._variables import (
@@ -167,6 +167,7 @@ __all__ = [
     "VaryingFloats",
     "absent",
     "accumulates_into",
+    "address_of",
     "alike_modules",
     "allocations",
     "allocator_settings",
@@ -182,6 +183,7 @@ __all__ = [
     "capture_failures",
     "captured_node",
     "cast",
+    "changed_since",
     "collected",
     "compare_handlers",
     "compile_all",

@@ -18,6 +18,7 @@ from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, PlainTensor
 from lightning_remat.capture._tangents import Given
 from lightning_remat.capture._torch._fake import real_tensors
 from lightning_remat.capture._torch._running import Arrival, Modules, ObserveNode, Runner, boxed
+from lightning_remat.capture._torch._tensors import address_of
 from lightning_remat.capture._torch._views import hands_back, written
 
 MOST_VERSIONS = 64
@@ -139,6 +140,10 @@ class Exchange:
         done: called when the next backward has run.
         staged: runs the next backward in stages; ``None`` where it runs as a whole.
         in_stages: makes a backward that does so.
+        apart: whether the next forward hands out copies of what it also saves.
+        changed: positions of outputs that it hands out copies of in any case, where it saves them.
+        moving: addresses of what the next forward is given, and saves copies of.
+        places: where what it then handed out lies: by address, the positions of the outputs.
         observe: where it is set, every op is run through it (slow).
         recorder: where it is set, it runs forwards and backwards, and may replay recorded ones.
     """
@@ -157,6 +162,10 @@ class Exchange:
         self.done: Callable[[], None] | None = None
         self.staged: Staged | None = None
         self.in_stages: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] = lambda module: module
+        self.apart = False
+        self.changed: frozenset[int] = frozenset()
+        self.moving: Collection[int] = ()
+        self.places: dict[int, frozenset[int]] = {}
         self.observe: ObserveNode | None = None
         self.recorder: Recorder | None = None
         self._versions: dict[int, _Version] = {}  # the one that ran last at the end
@@ -284,6 +293,7 @@ class Exchange:
         """Run the current version's forward."""
         run, _, number = self._version(self.current)
         recorder = self._recorder(self.current)
+        inputs = {address_of(one) for one in args} if self.apart or self.changed else set()
         if recorder is None:
             outputs = run(args, self.observe)
         else:
@@ -292,9 +302,38 @@ class Exchange:
                 number = torch.tensor(self.current + _CALLS * recorder.serial, device="cpu")
                 recorder.wait_for(number)
         returned = [_WRITTEN if i in self._written else one for i, one in enumerate(outputs[: self._returned])]
-        given = _Outputs((*returned, number, *outputs[self._returned :]))
+        saved = outputs[self._returned :]
+        if self.apart or self.changed:
+            self._set_apart(returned, inputs, {address_of(one) for one in saved})
+        if self.moving:
+            saved = [
+                _on(one.untyped_storage().clone(), one) if address_of(one) in self.moving else one for one in saved
+            ]
+        given = _Outputs((*returned, number, *saved))
         given.told = self._told
         return given
+
+    def _set_apart(self, returned: list[Any], inputs: Collection[int | None], saved: Collection[int | None]) -> None:
+        """Put outputs that lie at the addresses of what is saved on copies; those that share memory still do.
+
+        Args:
+            returned: the outputs; changed.
+            inputs: addresses of what the forward was given: what lies there stays.
+            saved: addresses of what it saves.
+        """
+        lie: dict[int, list[int]] = {}
+        for i, one in enumerate(returned):
+            address = address_of(one)
+            if address is not None and address not in inputs:
+                lie.setdefault(address, []).append(i)
+        self.places = {}
+        for address, positions in lie.items():
+            if address in saved and (self.apart or not self.changed.isdisjoint(positions)):
+                storage = returned[positions[0]].untyped_storage().clone()
+                address = storage.data_ptr()
+                for i in positions:
+                    returned[i] = _on(storage, returned[i])
+            self.places[address] = frozenset(positions)
 
     def backward(self, args: list[Any]) -> Any:
         """Run the backward of the version whose forward saved ``args``."""
@@ -356,3 +395,9 @@ class Exchange:
         if opens and run.opened is None:
             run.opened = Runner(self.opened(run.module))
         return run.opened if opens and run.opened is not None else run
+
+
+def _on(storage: torch.UntypedStorage, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like another one, on this storage."""
+    lies = tensor.storage_offset(), tensor.shape, tensor.stride()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *lies)

@@ -1,8 +1,12 @@
-"""The tensors in nested containers and objects, and copies of tensors."""
+"""The tensors in nested containers and objects, copies of tensors, and changes of them.
+
+``Tensor._version``: what counts writes to a tensor, or to another one with the same memory.
+"""
 
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,3 +54,18 @@ def copied(value: torch.Tensor) -> torch.Tensor:
                 once = once.narrow(dim, 0, min(1, once.size(dim)))
         copy = torch.empty_strided(once.shape, once.stride(), dtype=value.dtype, device=value.device)
         return copy.copy_(once).expand(value.shape)
+
+
+def changed_since(tensor: torch.Tensor) -> Callable[[], bool]:
+    """A function that says whether a tensor has been written to since; it keeps none of its memory."""
+    counter = tensor.detach()
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # which leaves the count as it is
+    version = counter._version
+    return lambda: counter._version != version
+
+
+def address_of(value: Any) -> int | None:
+    """The address of a plain tensor's or parameter's memory; ``None`` for anything else, and where there is none."""
+    if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+        return None
+    return value.untyped_storage().data_ptr() or None

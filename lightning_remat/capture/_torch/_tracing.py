@@ -94,6 +94,7 @@ def tracing(dynamic_sources: str = "", floats: VaryingFloats | None = None) -> c
         "enable_dynamo_decompositions": False,  # `add_` with `alpha` in two roundings, for one
         "trace_autograd_ops": True,
         "allow_rnn": True,  # see `_handlers`
+        "skip_nnmodule_hook_guards": False,  # a hook that is registered later runs
         "skip_fsdp_guards": False,  # what is captured for one unit runs for others: they must be alike
     }
     for name in ("ignore_logging_functions", "ignore_logger_methods"):
