@@ -61,6 +61,9 @@ def measured_metrics(plan: Plan, measured_bytes: int, reserved_bytes: int | None
 OVER = 0.01
 """Share by which a measured step may exceed its prediction before there is a warning."""
 
+NEAR = 0.9
+"""Share of the budget from which on a measured step may be over it at another time."""
+
 
 def over_prediction(plan: Plan, peak: PeakMemory, measured_bytes: int, recorded: bool = False) -> str:
     """The warning for a measured step that took more memory than its plan says; "" where it did not.
@@ -76,9 +79,12 @@ def over_prediction(plan: Plan, peak: PeakMemory, measured_bytes: int, recorded:
         over.append(f"{reserved:,} bytes of reserved memory where {plan.predicted_reserved_bytes:,} were predicted")
     if not over:
         return ""
+    near = max(measured_bytes, reserved or 0) > NEAR * plan.budget_bytes
+    so = "so that it may be over its" if near else "which is well within its"
+    larger = "" if near else ", but a larger step may take more than predicted too"
     return (
-        f"a step of {plan.graph.name or 'the scheduled function'} took {' and '.join(over)}, so that it may be over its budget "
-        f"of {plan.budget_bytes:,}. If something of your own holds memory during the step, name its size as "
+        f"a step of {plan.graph.name or 'the scheduled function'} took {' and '.join(over)}, {so} budget of "
+        f"{plan.budget_bytes:,} bytes{larger}. If something of your own holds memory during the step, name its size as "
         "RematCallback(reserve=...). Cost models other than 'profile' know no workspaces. Otherwise please report this, with "
         f"the plan that is saved as remat/plan-*.json in the log directory, torch {torch.__version__}, and the device's name"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.callbacks.deferred import Deferred
@@ -28,7 +29,7 @@ from lightning_remat.callbacks.distributed import (
 from lightning_remat.callbacks.optimizer_state import optimizer_state_bytes
 from lightning_remat.callbacks.own_state import OwnState
 from lightning_remat.measure import held_bytes
-from lightning_remat.planner import AtHand, RematConfig, Surroundings, with_shards
+from lightning_remat.planner import AtHand, RematConfig, RematWarning, Surroundings, with_shards
 from lightning_remat.runtime import ScheduledStep
 
 
@@ -68,12 +69,14 @@ class TrainingStep:
         self.rehearsal, self._logs = False, True
         self.first: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
         self.guard: Callable[[functools.partial[Any]], Any] = _unguarded
-        self._module, self._strategy = module, trainer.strategy
+        self._module, self._strategy, self._trainer = module, trainer.strategy, trainer
+        self._progress, self._updated, self._state_bytes = progress, _parameters_of(trainer.optimizers), 0
         self._deferred, self._own_state = Deferred(module), OwnState(module)
         self.config = config if alone else agreed_config(trainer, module, config)
 
         def beside() -> Surroundings:  # asked for each plan: a strategy may keep more than it did at first
-            return surroundings(trainer, module, reserve + getattr(trainer.strategy, "reserved_bytes", 0))
+            self._state_bytes = state = optimizer_state_bytes(trainer.optimizers, trainer.strategy.root_device)
+            return surroundings(trainer, module, state, reserve + getattr(trainer.strategy, "reserved_bytes", 0))
 
         self.scheduled = ScheduledStep(
             module.training_step,
@@ -96,6 +99,7 @@ class TrainingStep:
         return self.guard(functools.partial(self._run, *args, **kwargs))
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        self._make_room_for_new_state()
         with self._own_state.watched(), self._deferred.active():
             output = self.scheduled(*args, **kwargs)
         for name in self._own_state.lists:
@@ -104,6 +108,23 @@ class TrainingStep:
             self._deferred.drop()
             return output
         return self._deferred.settle(output, log=self._logs)
+
+    def _make_room_for_new_state(self) -> None:
+        """Have the plans that there are count the state of parameters that were added to an optimizer since the last call."""
+        optimizers = self._trainer.optimizers
+        if (updated := _parameters_of(optimizers)) == self._updated:
+            return
+        if self._progress is not None:
+            self._progress("counting the state of added parameters")
+        self._updated, before = updated, self._state_bytes
+        self._state_bytes = optimizer_state_bytes(optimizers, self._strategy.root_device)
+        missing = self._state_bytes - before
+        if missing > 0 and self.scheduled.plans and not self.scheduled.make_room(missing):
+            rank_zero_warn(
+                f"parameters were added to an optimizer, and there is no room for the {missing:,} bytes of their state within "
+                "the budget: steps that were planned before may be over it by as much. Give a larger budget",
+                category=RematWarning,
+            )
 
     def _is_left_alone(self, trainer: pl.Trainer) -> bool:
         """Whether nothing but ``Tensor.backward`` of the step's loss follows it."""
@@ -172,11 +193,13 @@ def _unguarded(run: functools.partial[Any]) -> Any:
     return run()
 
 
-def surroundings(trainer: pl.Trainer, module: pl.LightningModule, reserve: int = 0) -> Surroundings:
-    """What the device holds in a training step: the module, its gradients, DDP's buckets, and the optimizers' state."""
+def surroundings(trainer: pl.Trainer, module: pl.LightningModule, state: int, reserve: int = 0) -> Surroundings:
+    """What the device holds in a training step: the module, its gradients, DDP's buckets, and the optimizers' state.
+
+    Of that state there are ``state`` bytes, and something else will need ``reserve``.
+    """
     device = trainer.strategy.root_device
     accumulating = _accumulates(trainer)
-    state = optimizer_state_bytes(trainer.optimizers, device)
     around = Surroundings(
         module_bytes=held_bytes(module, device=device),
         trainable_bytes=held_bytes([p for p in module.parameters() if p.requires_grad], device=device),
@@ -202,6 +225,11 @@ def _takes_gradients(trainer: pl.Trainer) -> bool:
     """
     known = isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy))
     return known and (_accumulates(trainer) or gradients_in_buckets(trainer))
+
+
+def _parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """How many parameters some optimizers update."""
+    return sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
 
 
 _NOTHING = object()

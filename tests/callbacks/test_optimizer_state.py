@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from torch import nn
 
 from lightning_remat.callbacks.optimizer_state import optimizer_state_bytes
 from lightning_remat.measure import held_bytes
 from lightning_remat.planner import RematWarning
-from tests.helpers.training import assert_same
+from tests.helpers.training import Classifier, assert_same, callback, compare, fit, loader
+from tests.helpers.training import network as classifier
 
 CPU = torch.device("cpu")
 optim = torch.optim
@@ -148,6 +151,58 @@ def test_existing_state_is_counted_as_it_is():
     assert optimizer_state_bytes([optimizer], CPU) == held_bytes(optimizer, device=CPU) > 0
 
 
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "Adagrad"])  # torch makes its state with it
+def test_a_group_that_is_added_later(name):
+    net = network()
+    optimizer = OPTIMIZERS[name](groups(net)[:1])
+    train(net, optimizer)
+    optimizer.add_param_group({"params": list(net[1:].parameters())})
+    predicted = optimizer_state_bytes([optimizer], CPU)
+    train(net, optimizer)
+    assert predicted == held_bytes(optimizer, device=CPU)
+    assert predicted == optimizer_state_bytes([optimizer], CPU)
+
+
+def test_parameters_that_ask_for_gradients_later():
+    net = network()
+    optimizer = optim.Adam(net.parameters())
+    train(net, optimizer)
+    before = held_bytes(optimizer, device=CPU)
+    net[2].weight.requires_grad_(True)
+    predicted = optimizer_state_bytes([optimizer], CPU)
+    train(net, optimizer)
+    assert predicted == held_bytes(optimizer, device=CPU) > before
+
+
+def test_existing_state_is_not_copied():
+    net = network()
+    optimizer = Wrapper(optim.SGD(net[:2].parameters(), 0.1, momentum=0.9))
+    train(net, optimizer)
+    for state in (*optimizer.state.values(), *optimizer.inner.state.values()):
+        state["uncopyable"] = threading.Lock()
+    before = held_bytes(optimizer, device=CPU)
+    added = {"params": list(net[3:].parameters())}
+    optimizer.inner.add_param_group(added)
+    optimizer.param_groups = optimizer.inner.param_groups
+    assert optimizer_state_bytes([optimizer], CPU) == before + held_bytes(added, device=CPU)
+
+
+def test_state_that_is_not_kept_by_parameter_is_counted_as_it_is():
+    net = network()
+    optimizer = optim.Adam(net.parameters())
+    optimizer.state["all"] = {"momentum": torch.zeros(100)}
+    assert optimizer_state_bytes([optimizer], CPU) == held_bytes(optimizer, device=CPU)
+
+
+def test_restored_state_is_counted_as_it_is():
+    net = network()
+    optimizer = optim.Adam(groups(net))
+    train(net, optimizer)
+    restored = optim.Adam(groups(net))
+    restored.load_state_dict(optimizer.state_dict())
+    assert optimizer_state_bytes([restored], CPU) == held_bytes(optimizer, device=CPU)
+
+
 def test_several_optimizers_are_added_up():
     net = network()
     one, other = optim.Adam(net[0].parameters()), optim.Adagrad(net[1:].parameters())
@@ -163,3 +218,98 @@ def test_lbfgs_warns():
     net = network()
     with pytest.warns(RematWarning, match=r"LBFGS's state cannot be found .*reserve"):
         assert optimizer_state_bytes([optim.LBFGS(net[0].parameters())], CPU) == 0
+
+
+def test_lbfgs_with_state():
+    net = network()
+    optimizer = optim.LBFGS(net[0].parameters())
+    x = torch.randn(4, 8)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = net(x).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert optimizer_state_bytes([optimizer], CPU) == held_bytes(optimizer, device=CPU) > 0
+
+
+def test_a_group_that_is_added_to_an_optimizer_that_wants_a_closure_warns():
+    class WantsAClosure(optim.Adam):
+        def step(self, closure):
+            closure()
+            super().step()
+
+    net = network()
+    optimizer = WantsAClosure(net[:2].parameters())
+    net(torch.randn(4, 8)).square().sum().backward()
+    optimizer.step(lambda: None)
+    optimizer.add_param_group({"params": list(net[2:].parameters())})
+    with pytest.warns(RematWarning, match=r"WantsAClosure's state cannot be found .*reserve"):
+        assert optimizer_state_bytes([optimizer], CPU) == held_bytes(optimizer, device=CPU) > 0
+
+
+class Finetuned(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.net = classifier(2, 64)[:-1], nn.Linear(64, 4)
+
+    def loss(self, batch):
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(self.backbone(x)), y)
+
+    def configure_optimizers(self):
+        return optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+
+class Finetuning(BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.backbone, train_bn=False)
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer)
+
+
+def test_a_step_stays_within_its_budget_when_a_backbone_is_unfrozen():
+    def data():
+        return loader(64, 16, 64)
+
+    remat = callback("min", measure=True)
+    _, scheduled, _ = compare(
+        Finetuned, plans=2, train=data, max_epochs=3, callbacks=lambda: [Finetuning()], remat=remat
+    )
+    assert len(scheduled.trainer.optimizers[0].param_groups) == 2
+    assert remat.measured_peak_bytes == pytest.approx(remat.plan.predicted_peak_bytes, rel=0.01)
+    assert remat.measured_peak_bytes <= remat.plan.budget_bytes
+
+
+class Added(Finetuned):
+    """The backbone asks for gradients all along."""
+
+    def configure_optimizers(self):
+        return optim.Adam(self.net.parameters(), lr=0.01)
+
+    def on_train_epoch_start(self):
+        if self.current_epoch == 1:
+            self.trainer.optimizers[0].add_param_group({"params": list(self.backbone.parameters())})
+
+    def on_before_zero_grad(self, optimizer):
+        self.backbone.zero_grad()  # the optimizer does not, before it has the backbone
+
+
+def test_plans_count_the_state_of_parameters_that_are_added_to_an_optimizer():
+    remat = callback("min", measure=True)
+    compare(Added, plans=1, train=lambda: loader(64, 16, 64), max_epochs=3, remat=remat)
+    assert remat.measured_peak_bytes == pytest.approx(remat.plan.predicted_peak_bytes, rel=0.01)
+    assert remat.measured_peak_bytes <= remat.plan.budget_bytes
+
+
+def test_without_room_for_the_state_of_added_parameters_there_is_a_warning():
+    first = callback("min")
+    fit(Added, first, train=lambda: loader(64, 16, 64))
+    remat = callback(first.plan.budget_bytes)
+    with pytest.warns(RematWarning, match=r"no room for the [\d,]+ bytes of their state"):
+        fit(Added, remat, train=lambda: loader(64, 16, 64), max_epochs=2)
+    assert len(remat.plans) == 1 and sum(remat.runs) == 8

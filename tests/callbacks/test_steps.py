@@ -71,6 +71,75 @@ class Frozen(Classifier):
         self.net[0].requires_grad_(False)
 
 
+class OneCycle(Small):
+    """With Adam, ``lr`` and ``betas`` are others in each step."""
+
+    def training_step(self, batch, batch_idx):
+        return self.scaled(self.loss(batch), self.optimizers().param_groups)
+
+    def scaled(self, loss, groups):
+        return loss
+
+    def configure_optimizers(self):
+        body, head = list(self.net[0].parameters()), list(self.net[3].parameters())
+        optimizer = torch.optim.Adam([{"params": body, "weight_decay": 0.1}, {"params": head}], lr=0.01)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=10)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class LogsItsRate(OneCycle):
+    def scaled(self, loss, groups):
+        self.log("lr", groups[0]["lr"])
+        self.log("of_the_trainer", self.trainer.optimizers[0].param_groups[1]["lr"])
+        return loss
+
+
+class ScalesByItsRate(OneCycle):
+    def scaled(self, loss, groups):
+        return loss + groups[0]["lr"] * self.net[0].weight.square().sum()
+
+
+class BranchesOnItsRate(OneCycle):
+    def scaled(self, loss, groups):
+        return loss * 2 if groups[0]["lr"] > 0.007 else loss
+
+
+class ReadsCapturable(OneCycle):
+    def scaled(self, loss, groups):
+        return loss * 2 if groups[0]["capturable"] else loss
+
+
+class Decays(OneCycle):
+    def scaled(self, loss, groups):
+        return loss + 0.1 * sum(group["weight_decay"] * p.square().sum() for group in groups for p in group["params"])
+
+
+class LogsEachRate(OneCycle):
+    """Those of a group that is added later, too."""
+
+    def scaled(self, loss, groups):
+        for number, group in enumerate(groups):
+            self.log(f"lr-{number}", group["lr"])
+        return loss
+
+    def configure_optimizers(self):
+        return super().configure_optimizers()["optimizer"]
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if batch_idx == 2:
+            self.trainer.optimizers[0].add_param_group({"params": [nn.Parameter(torch.ones(3))], "lr": 0.5})
+
+
+class SetsItsRate(LogsEachRate):
+    def scaled(self, loss, groups):
+        for group in groups:
+            group["lr"] = 0.01 * (1 + self.global_step)
+        return super().scaled(loss, groups)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen += [{**group, "params": None} for group in self.trainer.optimizers[0].param_groups]
+
+
 class ManualTwo(Classifier):
     """Two networks with an optimizer each, in the order of a GAN."""
 
@@ -140,6 +209,24 @@ def test_manual_optimization_with_two_optimizers(make):
 def test_a_step_that_depends_on_batch_idx_has_two_graphs():
     _, _, remat = compare(OneInTwo, train=lambda: loader(48), plans=None)
     assert sum(remat.runs) == 6 and len(remat.plans) <= 2
+
+
+@pytest.mark.parametrize(
+    ("make", "plans"),
+    [
+        (LogsItsRate, 1),
+        (ScalesByItsRate, 2),
+        (BranchesOnItsRate, 2),
+        (ReadsCapturable, 1),
+        (Decays, 1),
+        (LogsEachRate, 1),
+        (SetsItsRate, 1),
+    ],
+)
+def test_what_an_optimizer_says_of_itself_is_read_as_it_is(make, plans):
+    plain, _, _ = compare(make, plans=plans, train=lambda: loader(64), remat=quick())
+    metrics = [one for one in plain.recorder.metrics if any("lr" in name for name in one)]
+    assert len({str(one) for one in metrics}) > 1 or not metrics
 
 
 @pytest.mark.parametrize(("make", "graphs"), [(ReadsProgress, 3), (LogsProgress, 2)])

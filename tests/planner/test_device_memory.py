@@ -370,7 +370,22 @@ class TestOverPrediction:
         peak = PeakMemory(torch.device("cpu"), peak_bytes=0)
         said = over_prediction(small_plan(None), peak, 1011 * MIB)
         assert f"{1011 * MIB:,} bytes where {1000 * MIB:,} were predicted" in said
-        assert f"budget of {1010 * MIB:,}" in said and "report" in said and torch.__version__ in said
+        assert (
+            f"so that it may be over its budget of {1010 * MIB:,} bytes. If" in said
+            and "report" in said
+            and torch.__version__ in said
+        )
+
+    def test_far_below_the_budget_nothing_is_said_of_being_over_it(self) -> None:
+        plan = dataclasses.replace(small_plan(None), budget_bytes=20_000 * MIB)
+        said = over_prediction(plan, PeakMemory(torch.device("cpu"), peak_bytes=0), 1100 * MIB)
+        assert f"{1100 * MIB:,} bytes where {1000 * MIB:,} were predicted, which is well within its budget" in said
+        assert "over its budget" not in said and "report" in said
+
+    def test_reserved_bytes_near_the_budget_may_be_over_it(self) -> None:
+        plan = dataclasses.replace(small_plan(Footprint(1000 * MIB, 1020 * MIB)), budget_bytes=2000 * MIB)
+        peak = PeakMemory(torch.device("cuda", 0), 0, 1000 * MIB, 1900 * MIB, reserved_more=True)
+        assert "may be over its budget" in over_prediction(plan, peak, 1000 * MIB)
 
     def test_so_are_reserved_ones_that_the_step_itself_reserved(self) -> None:
         plan = small_plan(Footprint(1000 * MIB, 1020 * MIB))

@@ -3,6 +3,9 @@
 They are those for ``addcdiv``, which Dynamo decomposes (see ``_decompositions`` for what AOTAutograd does), for
 questions whether code is compiled, for recurrent layers, which are traced where that gives eager's bits and left alone
 elsewhere, and for assertions.
+
+``OptimizerVariable.var_getattr``: Dynamo takes whoever reads an optimizer's ``param_groups`` for its compiled ``step``. It
+reads and guards all that is in them, says that ``capturable`` is set, and on a GPU sets it, in the user's optimizer.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import torch
 import torch._dynamo
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
@@ -41,10 +45,28 @@ def as_in_eager_mode() -> Iterator[None]:
     handlers[assert_async] = _asserted
     handlers[torch._assert] = functools.partial(_asserted_at_once, before[torch._assert])
     try:
-        yield
+        with _groups_as_they_are():
+            yield
     finally:
         handlers.clear()
         handlers.update(before)
+
+
+@contextlib.contextmanager
+def _groups_as_they_are() -> Iterator[None]:
+    """Of an optimizer's ``param_groups`` only what a step reads (the learning rate) is guarded, and nothing is changed."""
+    own = OptimizerVariable.var_getattr
+
+    def var_getattr(optimizer: OptimizerVariable, translator: Any, name: str) -> VariableTracker:
+        if name == "param_groups":
+            return super(OptimizerVariable, optimizer).var_getattr(translator, name)
+        return own(optimizer, translator, name)
+
+    OptimizerVariable.var_getattr = var_getattr  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        OptimizerVariable.var_getattr = own  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
