@@ -297,3 +297,34 @@ def test_an_overwritten_buffer_with_gaps_between_its_rows() -> None:
         return {"loss": loss.detach()}
 
     assert not equal(Average(), step).failures
+
+
+class Asking(torch.optim.SGD):
+    """Goes another way where it is compiled, as AdamW does."""
+
+    def step(self, closure: Any = None) -> Any:
+        if torch.compiler.is_compiling():
+            raise AssertionError("compiled")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Asking])
+def test_an_optimizer_within_what_is_scheduled_is_left_alone(kind: Any, foreach: bool) -> None:
+    results = []
+    for wrap in (False, True):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 4))
+        optimizer = kind(module.parameters(), lr=1e-2, foreach=foreach)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = module(x).square().mean()  # noqa: B023
+            loss.backward()
+            optimizer.step()  # noqa: B023
+            optimizer.zero_grad()  # noqa: B023
+            return loss.detach()
+
+        call: Any = rematerialize(step, budget="min", cost_model="unit") if wrap else step
+        losses = [call(torch.randn(8, 16)) for _ in range(STEPS)]
+        results.append([*losses, *(p.detach() for p in module.parameters())])
+    assert all(map(torch.equal, *results)) and call.runs == (STEPS,) and not call.failures

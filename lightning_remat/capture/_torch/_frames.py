@@ -15,6 +15,7 @@ import os
 import types
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,6 +70,10 @@ def turned_off() -> str:
     return "" if stance == "default" else f'torch.compiler.set_stance("{stance}")'
 
 
+_OPTIMIZERS = str(Path(torch.optim.__file__).parent) + os.sep
+"""Code of an optimizer's step, which is left alone: some round otherwise where they are compiled."""
+
+
 class _Capture:
     """What Dynamo calls when it meets a frame for which it has no code."""
 
@@ -88,7 +93,7 @@ class _Capture:
 
     def __call__(self, frame: Any, *args: Any) -> Any:
         own: Any = dynamo_types
-        left = frame.f_code in self._left
+        left = frame.f_code in self._left or frame.f_code.co_filename.startswith(_OPTIMIZERS)
         if left or frame.f_code in self._through:
             called = own.FrameAction.SKIP if left else own.FrameAction.DEFAULT
             skip = own.FrameExecStrategy(own.FrameAction.SKIP, called)
