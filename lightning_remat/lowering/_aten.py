@@ -303,10 +303,10 @@ class _Writer:
         raise ScheduleError(f"{_name(self.captured, key)} is read and not present: the schedule was not verified")
 
     def returned(self, node: Node) -> Node:
-        """What stands for an output: no view, which autograd would not let the user write to later.
+        """What stands for an output: nothing that autograd takes for a view, which it would not let the user write to.
 
-        A view is returned where eager mode makes one, and where an op writes its result over one. What is returned in its
-        place counts changes together with all that lies there: the backward notices if it reads what the user has changed.
+        It would where the output is computed as a view, or written over one. What is returned in its place counts changes
+        together with all that lies there: autograd notices where the backward reads what the user has changed.
         """
         value, index = self.value(node), self.captured.node_tensor.get(node)
         graph = self.captured.graph

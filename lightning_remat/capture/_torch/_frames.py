@@ -11,11 +11,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import types
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,8 +70,8 @@ def turned_off() -> str:
     return "" if stance == "default" else f'torch.compiler.set_stance("{stance}")'
 
 
-_OPTIMIZERS = str(Path(torch.optim.__file__).parent) + os.sep
-"""Code of an optimizer's step, which is left alone: some round otherwise where they are compiled."""
+_OF_OPTIMIZERS = inspect.getfile(torch.optim.Optimizer)
+"""Code around every optimizer's step, which is left alone: some round otherwise where they are compiled."""
 
 
 class _Capture:
@@ -93,7 +93,7 @@ class _Capture:
 
     def __call__(self, frame: Any, *args: Any) -> Any:
         own: Any = dynamo_types
-        left = frame.f_code in self._left or frame.f_code.co_filename.startswith(_OPTIMIZERS)
+        left = frame.f_code in self._left or frame.f_code.co_filename == _OF_OPTIMIZERS
         if left or frame.f_code in self._through:
             called = own.FrameAction.SKIP if left else own.FrameAction.DEFAULT
             skip = own.FrameExecStrategy(own.FrameAction.SKIP, called)
