@@ -4,7 +4,7 @@ They are those for ``addcdiv``, which Dynamo decomposes (see ``_decompositions``
 questions whether code is compiled, for recurrent layers, which are traced where that gives eager's bits and left alone
 elsewhere, and for assertions.
 
-``OptimizerVariable.var_getattr``: Dynamo takes whoever reads an optimizer's ``param_groups`` for its compiled ``step``. It
+``OptimizerVariable._set_capturable``: Dynamo takes whoever reads an optimizer's ``param_groups`` for its compiled ``step``. It
 reads and guards all that is in them, says that ``capturable`` is set, and on a GPU sets it, in the user's optimizer.
 """
 
@@ -55,18 +55,12 @@ def as_in_eager_mode() -> Iterator[None]:
 @contextlib.contextmanager
 def _groups_as_they_are() -> Iterator[None]:
     """Of an optimizer's ``param_groups`` only what a step reads (the learning rate) is guarded, and nothing is changed."""
-    own = OptimizerVariable.var_getattr
-
-    def var_getattr(optimizer: OptimizerVariable, translator: Any, name: str) -> VariableTracker:
-        if name == "param_groups":
-            return super(OptimizerVariable, optimizer).var_getattr(translator, name)
-        return own(optimizer, translator, name)
-
-    OptimizerVariable.var_getattr = var_getattr  # type: ignore[assignment, method-assign]
+    own = OptimizerVariable._set_capturable
+    OptimizerVariable._set_capturable = lambda _optimizer, _translator: None  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
-        OptimizerVariable.var_getattr = own  # type: ignore[method-assign]
+        OptimizerVariable._set_capturable = own  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
