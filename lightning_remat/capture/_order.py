@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from lightning_remat.capture import _effects
+from lightning_remat.capture import _effects, _ops
 from lightning_remat.capture._nodes import module_path, producer
 from lightning_remat.capture.rewritings._unread import stand_in
 from lightning_remat.errors import CaptureError
@@ -29,8 +29,13 @@ def execution_order(
     come right before the first one that needs them. What follows the last forward op of a module is the loss's phase.
 
     Raises:
-        CaptureError: where a forward output depends on a tangent.
+        CaptureError: where a forward output depends on a tangent, or the backward writes to an input (AOTAutograd leaves that
+            in place, and no output depends on it).
     """
+    if any(n.op == "call_function" and not n.users and _ops.mutates(n.target) for n in graph.nodes):
+        raise CaptureError(
+            "its backward writes to what the step reads (in a hook on a tensor, or in a function with a backward of its own)"
+        )
     needed: set[Node] = set()
     stack = [n for n in (*forward_outputs, *backward_outputs) if isinstance(n, Node)]
     in_order = [n for n in graph.nodes if _effects.keeps_its_place(n)]

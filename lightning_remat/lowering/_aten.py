@@ -127,6 +127,19 @@ def read_again(captured: CapturedGraph, schedule: Schedule | None = None) -> tup
     return tuple(sorted(places[storage] for storage in read & places.keys()))
 
 
+def read_by_gradients(captured: CapturedGraph) -> tuple[int, ...]:
+    """Parameters and buffers, by position among the primals, that the ops of eager's own backward read."""
+    graph = captured.graph
+    gradients = {captured.node_tensor[node] for node in captured.tangents if node in captured.node_tensor}
+    read: set[int] = set()
+    for op in graph.ops:
+        if gradients.intersection(op.inputs):
+            gradients.update(op.outputs)
+            read.update(graph.tensors[t].storage for t in op.inputs)
+    held = ((i, captured.node_tensor.get(node)) for i, node in enumerate(captured.primals))
+    return tuple(i for i, tensor in held if tensor is not None and graph.tensors[tensor].storage in read)
+
+
 def _is_size(key: Key) -> bool:
     return isinstance(key, Node) and isinstance(key.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, int))
 

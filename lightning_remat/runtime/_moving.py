@@ -11,11 +11,17 @@ import torch
 from lightning_remat._blocks import block_bytes
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.capture import _torch as internals
-from lightning_remat.lowering import read_again
+from lightning_remat.lowering import read_again, read_by_gradients
 from lightning_remat.report import format_bytes
 from lightning_remat.schedule import Schedule
 
 log = logging.getLogger(__name__)
+
+READ_LATER = (
+    "a buffer is changed between forward and backward, and the backward reads it as it is then (a batch norm in evaluation "
+    "mode whose statistics another call moves): gradients of this step may be others than in eager mode, and later calls run "
+    "as before"
+)
 
 WATCHED_RUNS = 2
 """First runs of a plan in which buffers are watched for changes between forward and backward."""
@@ -48,6 +54,7 @@ class MovingBuffers:
             for i, value in enumerate(inputs)
             if isinstance(value, torch.Tensor) and not value.requires_grad and not isinstance(value, torch.nn.Parameter)
         }
+        self._in_gradients = {self._arguments[primal] for primal in read_by_gradients(captured)}
         self._read_again: dict[int, list[int]] = {}
         self._bytes: dict[int, int] = {}
         most = (self._arguments[primal] for primal in read_again(captured))
@@ -85,10 +92,18 @@ class MovingBuffers:
             which = [i for i in self._read_again[plan] if id(args[i]) not in batch]
         return {i: internals.copied(args[i]) for i in which}
 
-    def watch(self, args: Sequence[Any], copies: Mapping[int, torch.Tensor], name: str) -> Callable[[], None]:
+    def watch(
+        self, args: Sequence[Any], copies: Mapping[int, torch.Tensor], name: str, give_up: Callable[[str], None]
+    ) -> Callable[[], None]:
         """A function to call when the backward begins: it looks which arguments have changed since they were copied.
 
         It keeps no other arguments alive.
+
+        Args:
+            args: the arguments.
+            copies: those that were copied, by position.
+            name: of the step.
+            give_up: told why later calls run as before, where eager's own backward reads what has changed, as it is then.
         """
         pairs = {i: (args[i], copy) for i, copy in copies.items()}
 
@@ -96,6 +111,8 @@ class MovingBuffers:
             for i, (original, copy) in pairs.items():
                 if i not in self._bytes and not torch.equal(original, copy):
                     self._bytes[i] = block_bytes(copy.nbytes, copy.device.type)
+                    if i in self._in_gradients:
+                        give_up(READ_LATER)
                     log.info(
                         "%s: %s is changed between forward and backward: each step copies it (%s)",
                         name,

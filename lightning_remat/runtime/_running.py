@@ -142,7 +142,8 @@ class Runner:
         call.ran.append((graph, number))
         measured = self._step.measuring.step
         copies = graph.buffers.copies(args, number, plans.runs[number], call.batch)
-        compare = graph.buffers.watch(args, copies, self._step.reasons.name or "captured graph")
+        reasons = self._step.reasons
+        compare = graph.buffers.watch(args, copies, reasons.name or "captured graph", reasons.give_up)
         handed_out = HandedOut(self._sums)
         if self._casts:
             cast = [get_gradient_edge(args[i]) for i in self._casts if args[i].requires_grad and args[i].is_leaf]

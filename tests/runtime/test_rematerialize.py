@@ -216,6 +216,22 @@ class TestSignature:
             second.sum().backward()
 
 
+@pytest.mark.parametrize("drop", [functional.dropout, lambda x, p: functional.dropout(x.square(), p)])
+def test_dropout_of_everything_draws_nothing(drop: Any) -> None:
+    def forward(self: Net, x: torch.Tensor) -> torch.Tensor:
+        x = drop(self.first(x), 1.0) + functional.dropout(self.first(x).tanh(), 0.5)
+        return self.last(functional.dropout(x, 0.3).tanh()).square().mean()
+
+    step = check(net(forward), inputs())
+    assert captured_whole(step)
+    states = []
+    for call in (net(forward), step):
+        torch.manual_seed(0)
+        call(inputs()).backward()
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
+
+
 class TestBuffers:
     @pytest.mark.parametrize("budget", [1.0, "min"])
     def test_a_batch_norm_whose_output_nobody_reads(self, budget: float | str) -> None:

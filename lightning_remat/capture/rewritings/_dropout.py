@@ -4,6 +4,8 @@ The noise (0 or `dropout_scale`, in the input's dtype) is made of a boolean mask
 byte an element, a quarter of the noise's bytes in float32, and may be kept where the noise is not. On other devices the
 fused kernel stays whole.
 
+Where all is dropped, eager draws no numbers, and multiplies by a zero.
+
 The generator gives a boolean mask the numbers that eager draws (`dropout_mask`), and the scale is rounded as eager rounds it
 (`dropout_scale`).
 """
@@ -29,6 +31,9 @@ def split_dropout(graph: torch.fx.Graph) -> None:
         x, p, train = node.args
         value = x.meta["val"]
         if value.device.type != "cpu" or train is False:
+            continue
+        if p == 1:
+            _drop_all(graph, node)
             continue
         if id(value) not in alike:  # many a node has the same
             layout = torch.empty_like(value, dtype=torch.bool)
@@ -59,3 +64,22 @@ def split_dropout(graph: torch.fx.Graph) -> None:
                 for product in list(use.users):
                     if product.target in (aten.mul.Tensor, aten.mul.Scalar) and isinstance(product.args[1], float):
                         product.update_arg(1, scale)
+
+
+def _drop_all(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """Make a product with zero of a dropout, and of its backward."""
+    x: torch.fx.Node = node.args[0]  # type: ignore[assignment]
+    value = x.meta["val"]
+    with graph.inserting_before(node):
+        zero = graph.call_function(aten.full.default, ([], 0), {"dtype": value.dtype, "device": value.device})
+        product = graph.call_function(aten.mul.Tensor, (x, zero))
+    for new in (zero, product):
+        new.meta = {key: item for key, item in node.meta.items() if key not in ("val", "tensor_meta")}
+    zero.meta["val"], product.meta["val"] = value.new_empty(()), node.meta["val"][0]
+    for item in list(node.users):
+        for use in list(item.users) if item.args[1] == 1 else ():
+            if use.target is aten.native_dropout_backward.default:
+                use.target, use.args = aten.mul.Tensor, (use.args[0], zero)
+        item.replace_all_uses_with(product if item.args[1] == 0 else zero)
+        graph.erase_node(item)
+    graph.erase_node(node)
