@@ -8,13 +8,13 @@ the views are made such that autograd comes to them in eager's order: the one th
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 import torch.fx
 from torch.fx import Node
 
+from lightning_remat.capture._nodes import producer
 from lightning_remat.capture._ops import is_view
 from lightning_remat.capture._sums import forward_ops
 from lightning_remat.capture._torch import argument_of
@@ -68,9 +68,7 @@ def without_gradients(graph: torch.fx.Graph, num_fwd_outputs: int) -> frozenset[
 
 def _viewed(node: Node) -> Node:
     """What a node is a view of, with a gradient; the node itself where it is none."""
-    while node.op == "call_function" and node.target is not torch.ops.aten.detach.default:
-        source = node.args[0] if node.args else None
-        if not isinstance(source, Node) or not (is_view(node.target) or node.target is operator.getitem):
-            break
-        node = source
+    node = producer(node)
+    while is_view(node.target) and node.target is not torch.ops.aten.detach.default:
+        node = producer(node.args[0])  # type: ignore[arg-type]
     return node

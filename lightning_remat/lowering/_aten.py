@@ -117,27 +117,28 @@ def read_again(captured: CapturedGraph, schedule: Schedule | None = None) -> tup
         backward = {i for i, op in enumerate(graph.ops) if op.recomputable}
     else:
         backward = {step.op for step in schedule.steps[schedule.boundary :] if isinstance(step, Compute)}
-    gradients = {captured.node_tensor[node] for node in captured.tangents if node in captured.node_tensor}
-    read: set[int] = set()
-    for index, op in enumerate(graph.ops):
-        if gradients.intersection(op.inputs):
-            gradients.update(op.outputs)
-        elif index in backward:
-            read.update(graph.tensors[t].storage for t in op.inputs)
+    again = backward - _of_gradients(captured)
+    read = {graph.tensors[t].storage for index in again for t in graph.ops[index].inputs}
     return tuple(sorted(places[storage] for storage in read & places.keys()))
 
 
 def read_by_gradients(captured: CapturedGraph) -> tuple[int, ...]:
     """Parameters and buffers, by position among the primals, that the ops of eager's own backward read."""
     graph = captured.graph
-    gradients = {captured.node_tensor[node] for node in captured.tangents if node in captured.node_tensor}
-    read: set[int] = set()
-    for op in graph.ops:
-        if gradients.intersection(op.inputs):
-            gradients.update(op.outputs)
-            read.update(graph.tensors[t].storage for t in op.inputs)
+    read = {graph.tensors[t].storage for index in _of_gradients(captured) for t in graph.ops[index].inputs}
     held = ((i, captured.node_tensor.get(node)) for i, node in enumerate(captured.primals))
     return tuple(i for i, tensor in held if tensor is not None and graph.tensors[tensor].storage in read)
+
+
+def _of_gradients(captured: CapturedGraph) -> set[int]:
+    """The ops that depend on a gradient of an output: eager's own backward."""
+    gradients = {captured.node_tensor[node] for node in captured.tangents if node in captured.node_tensor}
+    found = set[int]()
+    for index, op in enumerate(captured.graph.ops):
+        if gradients.intersection(op.inputs):
+            gradients.update(op.outputs)
+            found.add(index)
+    return found
 
 
 def _is_size(key: Key) -> bool:

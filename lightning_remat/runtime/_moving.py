@@ -113,6 +113,7 @@ class MovingBuffers:
                     self._bytes[i] = block_bytes(copy.nbytes, copy.device.type)
                     if i in self._in_gradients:
                         give_up(READ_LATER)
+                        continue
                     log.info(
                         "%s: %s is changed between forward and backward: each step copies it (%s)",
                         name,

@@ -253,7 +253,7 @@ class Runner:
         elif unused and run.first and (self._step.several_backwards or (self._step.shared and dropped)):
             internals.keep_saved(node)
         run.compare()
-        if graph.changes is not None and graph.is_new:
+        if graph.changes is not None:
             graph.changes.look()
 
     def _notice_what_is_shared(self, handed_out: HandedOut, node: Any) -> None:

@@ -302,7 +302,7 @@ class ScheduledStep:
         """After a call: plan several graphs together; capture again if the call was not as its capture expected."""
         shapes, path = self._call.shapes, self._call.path
         for graph in path:
-            if graph.changes is not None and graph.is_new:
+            if graph.changes is not None:
                 graph.changes.look()
         if not self._adds_gradients(result):
             self._backend.accumulates = bool
