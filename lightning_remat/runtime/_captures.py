@@ -77,6 +77,7 @@ class Captures:
     ) -> None:
         self._packing = True
         self._units = internals.UnitCalls(lambda: len(call.ran))
+        self._runs: list[Callable[..., Any]] = []  # the graphs that were captured
         self._cuts: list[Callable[[], Callable[..., Any]]] = []
         self._made: dict[int, Callable[..., Any]] = {}  # of these
         self._pieces: dict[types.CodeType, Sequence[torch.fx.Node]] = {}
@@ -110,7 +111,8 @@ class Captures:
 
     def _compiled_with(self, symbolic: bool) -> Callable[..., Any]:
         # A backend of its own for each: Dynamo shares what it captured for equal backends, as bound methods would be.
-        self._backends[symbolic] = functools.partial(self._hand_over, symbolic=symbolic)
+        weakly = weakref.ref(self)  # Dynamo keeps it, whoever is gone
+        self._backends[symbolic] = lambda module, inputs: weakly()._hand_over(module, inputs, symbolic)  # type: ignore[union-attr]
         return self._compiled_for(self._function, symbolic)
 
     def _compiled_for(self, function: Callable[..., Any], symbolic: bool) -> Callable[..., Any]:
@@ -119,13 +121,16 @@ class Captures:
 
     def _hand_over(self, module: torch.fx.GraphModule, inputs: Sequence[Any], symbolic: bool) -> Callable[..., Any]:
         self._units.note(self._code, module)
+        weakly = weakref.ref(self)  # here too
         if calls_units(module):
-            number, weakly = len(self._cuts), weakref.ref(self)  # Dynamo keeps what it is given, whoever is gone
+            number = len(self._cuts)
             self._cuts.append(lambda: self._compiled_for(Cut(module, self._pieces).run, symbolic))
             return lambda *values: weakly()._run_cut(number, values)  # type: ignore[union-attr]
         if self._code in self._pieces:
             name_as(self._pieces[self._code], module)
-        return self._backend(module, inputs, symbolic, self._code)
+        number = len(self._runs)
+        self._runs.append(self._backend(module, inputs, symbolic, self._code))
+        return lambda *values: weakly()._runs[number](*values)  # type: ignore[union-attr]
 
     def _run_cut(self, number: int, inputs: Sequence[Any]) -> Any:
         """Run a graph that calls units, the one of this number, in parts.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import re
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -117,6 +119,21 @@ def test_several_fits_with_one_callback_and_one_trainer():
     assert_same(*runs)
     assert_ran(remat, 1)
     assert remat.runs == (2,)
+
+
+def test_nothing_is_kept_of_a_training_that_is_over():
+    """As in a search for hyperparameters: one fit after the other in one process."""
+
+    def train() -> list[weakref.ref[Any]]:
+        remat = quick()
+        run = fit(Checked, remat, max_epochs=1, train=two, val=True)
+        assert_ran(remat, 1)
+        return [*map(weakref.ref, (run.trainer, run.trainer.lightning_module, remat, *remat.plans))]
+
+    kept = train()
+    for _ in range(3):
+        gc.collect()
+    assert not any(one() for one in kept)
 
 
 def test_two_callbacks_one_after_the_other():

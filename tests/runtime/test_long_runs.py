@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import tracemalloc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -134,6 +135,51 @@ def test_where_there_are_many_plans_others_are_taken(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.long
+class Broken(nn.Module):
+    """A graph break between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv1d(6, 6, 1), nn.Conv1d(6, 6, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).tanh()
+        torch._dynamo.graph_break()
+        return self.second(x).tanh().mean()
+
+
+class Counting(nn.Module):
+    """Reads a value that changes from call to call: in the end it runs as before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Conv1d(6, 6, 1), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return (self.layer(x) * float(str(self.calls))).mean()
+
+
+@pytest.mark.filterwarnings("ignore:Counting:UserWarning")
+@pytest.mark.parametrize("method", [False, True])
+@pytest.mark.parametrize("make", [Sequences, Broken, Counting])
+def test_what_is_no_longer_used_is_let_go_of(make: type[nn.Module], method: bool) -> None:
+    """Dynamo keeps what it has captured: neither a step nor a network may be kept with it."""
+
+    def train() -> list[weakref.ref[Any]]:
+        module = make()
+        step = rematerialize(module.forward if method else module, cost_model="unit", solver="greedy", time_limit=1.0)
+        for size in (9, 9, 9, 10, 11, 12, 13):
+            step(torch.randn(2, 6, size)).backward()
+        assert step.plans
+        return [*map(weakref.ref, (module, step, *module.parameters(), *step.plans))]
+
+    kept = train()
+    for _ in range(3):  # what holds others until it is gone itself is found in a second run
+        gc.collect()
+    assert not any(one() for one in kept)
+
+
 def test_memory_is_flat() -> None:
     """400 steps over 12 shapes; `test_ten_thousand_steps` is the long one."""
     _is_flat(Pair(Sequences(1), budget=0.6), steps=400, shapes=12, begins=100)
