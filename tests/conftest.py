@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_remat.capture._torch import _tracing
+from lightning_remat.capture._torch import _module_guards, _tracing
 from lightning_remat.planner import _plan_cache
 from lightning_remat.solvers.common import _clock
 from lightning_remat.solvers.portfolio import _auto, _smallest_peak
@@ -58,6 +58,23 @@ def _what_is_there_already_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> N
 def _nothing_is_captured_yet() -> None:
     """What other tests have captured of a shared function would be asked first whether it holds, and slow the capture down."""
     torch._dynamo.reset()
+
+
+@pytest.fixture(autouse=True)
+def _guards_on_modules_are_asked_as_well(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where guards are taken to hold since nothing has changed that they read, they hold."""
+    wrong: list[str] = []
+    unchanged = _module_guards._Group.unchanged
+
+    def asked_as_well(group: _module_guards._Group, module: torch.nn.Module) -> bool:
+        found = unchanged(group, module)
+        if found and not group.guards.check({group.name: module}):
+            wrong.extend(group.guards.check_verbose({group.name: module}).verbose_code_parts)
+        return found
+
+    monkeypatch.setattr(_module_guards._Group, "unchanged", asked_as_well)
+    yield
+    assert not wrong
 
 
 @pytest.fixture(autouse=True)

@@ -87,6 +87,7 @@ class Captures:
         self._call, self._reasons = call, reasons
         self._dynamic_sources = dynamic_sources
         self._floats = internals.VaryingFloats()
+        self._guards = internals.ModuleGuards()
         self._compiled: dict[int, Any] = {}  # by id, what the user has compiled, as met while tracing
         self._told_compiled = False
         self._static_shapes: Recent[Shapes, None] = Recent()
@@ -201,6 +202,7 @@ class Captures:
         around, self._code = self._code, code
         with (
             internals.tracing(self._dynamic_sources(), self._floats),
+            self._guards.grouped(),
             masks_as_in_eager_mode(),
             buffers_are_known(),
             hooks_in_order(),

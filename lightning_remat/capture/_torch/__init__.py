@@ -87,6 +87,7 @@ if TYPE_CHECKING or not unknown_torch():
     from lightning_remat.capture._torch._late_reduction import reduce_after
     from lightning_remat.capture._torch._lines import hand_out
     from lightning_remat.capture._torch._loggers import logging_calls
+    from lightning_remat.capture._torch._module_guards import ModuleGuards
     from lightning_remat.capture._torch._profiler import (
         allocations,
         marked,
@@ -146,6 +147,7 @@ __all__ = [
     "IgnoredFunctionVariable",
     "LazyVariableTracker",
     "LoggingLoggerVariable",
+    "ModuleGuards",
     "Modules",
     "NumpyVariable",
     "OpOverload",

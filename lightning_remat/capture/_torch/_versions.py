@@ -38,8 +38,8 @@ NAMES = {
     "torch._dynamo.eval_frame": "OptimizedModule _stance.stance",
     "torch._dynamo.exc": "RestartAnalysis TensorifyScalarRestartAnalysis TorchDynamoException unimplemented",
     "torch._dynamo.external_utils": "is_compiling",
-    "torch._dynamo.guards": "GuardBuilder.CONSTANT_MATCH GuardBuilder.ID_MATCH "
-    "GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT _get_closure_vars install_guard",
+    "torch._dynamo.guards": "CheckFunctionManager.build_guards GuardBuilder.CONSTANT_MATCH GuardBuilder.ID_MATCH "
+    "GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT GuardBuilder.get_guard_manager_from_source _get_closure_vars install_guard",
     "torch._dynamo.side_effects": "SideEffects.mutation SideEffects.store_attr",
     "torch._dynamo.source": "AttrSource ConstantSource GlobalSource TensorProperty.SIZE TensorPropertySource",
     "torch._dynamo.symbolic_convert": "InstructionTranslator.current_tx InstructionTranslatorBase._format_value "
@@ -109,6 +109,7 @@ NAMES = {
 
 LATER_NAMES = {
     "torch._C._distributed_c10d": "Reducer._delay_all_reduce",
+    "torch._C._dynamo": "guards.TensorGuards guards.dict_version guards.install_no_tensor_aliasing_guard",
     "torch": "_from_functional_tensor _functionalize_unsafe_set _to_functional_tensor",
     "torch.Tensor": "_is_zerotensor",
     "torch._dynamo.symbolic_convert": "get_funcname",
@@ -119,7 +120,7 @@ LATER_NAMES = {
 }
 """Likewise, names without which it goes on: ops are not fused then (these are imported there, since that takes long), or each
 is traced, those that come again as well, or Dynamo reads more files, or sharded networks run as before, or the first backward
-of a static graph is not repeated."""
+of a static graph is not repeated, or all guards are asked before each step."""
 
 SHOWN = 4
 """The most missing names that a message gives."""
