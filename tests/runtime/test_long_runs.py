@@ -180,6 +180,23 @@ def test_what_is_no_longer_used_is_let_go_of(make: type[nn.Module], method: bool
     assert not any(one() for one in kept)
 
 
+@pytest.mark.parametrize("make", [Sequences, Broken])
+def test_a_step_may_be_gone_before_its_backward(make: type[nn.Module]) -> None:
+    module, x = make(), torch.randn(2, 6, 9)
+    eager = copy.deepcopy(module)
+    torch.manual_seed(1)
+    loss = rematerialize(module, budget="min", cost_model="unit", solver="greedy", time_limit=1.0)(x)
+    for _ in range(3):
+        gc.collect()
+    loss.backward()
+    torch.manual_seed(1)
+    expected = eager(x)
+    expected.backward()
+    assert torch.equal(loss, expected)
+    for one, other in zip(module.parameters(), eager.parameters(), strict=True):
+        assert one.grad is not None and torch.equal(one.grad, other.grad)
+
+
 def test_memory_is_flat() -> None:
     """400 steps over 12 shapes; `test_ten_thousand_steps` is the long one."""
     _is_flat(Pair(Sequences(1), budget=0.6), steps=400, shapes=12, begins=100)
