@@ -132,6 +132,7 @@ class OddParts(nn.Module):
         y[:, 2:4] = functional.softplus(x[:, :2])
         y[:, 0] += torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)
         z = functional.layer_norm(self.linear(y.flatten(2).mT), (8,))
+        z = z * (1 + z / 8).prod(1, keepdim=True) * (1 + z / 1024).prod()
         mask = torch.ones(16, 16, dtype=torch.bool, device=x.device).tril()
         z = functional.scaled_dot_product_attention(z[:, None], z[:, None], z[:, None], attn_mask=mask)[:, 0]
         z = torch.addcdiv(z, z, z.square() + 1, value=0.3) + functional.normalize(functional.gelu(z), dim=-1)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.models.wild import Wild, assert_whole, model_name
+from tests.models.wild import Wild, assert_not_captured, assert_whole, model_name
 
 
 @torch.library.custom_op("wild::cube", mutates_args=())
@@ -106,9 +106,31 @@ class LinearAlgebra(Wild):
         return functional.cross_entropy(self.head(white), y) - 0.01 * torch.logdet(covariance)
 
 
-WHOLE = [CustomOp, RandomCustomOp, MutatingCustomOp, Fourier, LinearAlgebra]
+class Products(Wild):
+    """Products over a dimension, with zeros among some of their factors, and over all."""
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = 1 + self.net(x).tanh() / 4
+        shares = x.view(-1, 4, 4).prod(1, dtype=torch.float64).float().tile(4)
+        some, one, several = (x * (torch.arange(x.numel()).view_as(x) >= n) for n in (80, 1, 2))
+        return x * x.prod(1, keepdim=True) + shares * (x.prod() + one.prod() + several.prod()) + some.prod(0)
+
+
+class TransposedProducts(Wild):
+    """Products of factors that lie transposed."""
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = 1 + self.net(x).tanh() / 4
+        return x * x.t().prod(0)[:, None]
+
+
+WHOLE = [CustomOp, RandomCustomOp, MutatingCustomOp, Fourier, LinearAlgebra, Products]
 
 
 @pytest.mark.parametrize("make", WHOLE, ids=model_name)
 def test_whole(make: type[Wild]) -> None:
     assert_whole(make)
+
+
+def test_gradients_whose_way_cannot_be_told() -> None:
+    assert_not_captured(TransposedProducts, "in which way eager mode computes the gradient of prod")

@@ -31,6 +31,7 @@ from lightning_remat.capture.rewritings._gradients import HandOver, hand_over_gr
 from lightning_remat.capture.rewritings._losses import compact_losses
 from lightning_remat.capture.rewritings._lstm import keep_lstm_kernels
 from lightning_remat.capture.rewritings._overwritten import clone_overwritten_inputs
+from lightning_remat.capture.rewritings._products import choose_gradients_of_products
 from lightning_remat.capture.rewritings._symbols import sizes_from_symbols
 from lightning_remat.capture.rewritings._unread import let_go_of_unread
 
@@ -60,6 +61,7 @@ def in_order(num_fwd_outputs: int, hand_over: HandOver) -> tuple[Rewriting, ...]
         call_directly,
         drop_detach,
         sizes_from_symbols,
+        choose_gradients_of_products,
         split_dropout,
         split_convolution_backward,
         let_go_of_unread,  # of the two calls that a convolution's backward has become, one reads the shape only
