@@ -5,7 +5,8 @@
 * ``ConvertFrameReturn``: a frame that is captured over and over is skipped, for this library alone (see
   `compile_frame`).
 * ``_stance``, ``config.disable``: whether Dynamo captures anything at all, or the user has turned it off.
-* ``maybe_mark_dynamic``, ``get_compilation_metrics``: sizes that are to be symbols, and why a frame was captured anew.
+* ``maybe_mark_dynamic``, ``get_compilation_metrics``, ``guard_failures``: sizes that are to be symbols, and why a frame was
+  captured anew.
 """
 
 from __future__ import annotations
@@ -158,10 +159,18 @@ def capture_failures() -> Counter[str]:
 def recapture_reason(since: float) -> str:
     """The condition that failed when a frame was captured anew since then (in seconds of ``time.time``), and the line of code
     that it is for, in Dynamo's words; "" where they are not known.
+
+    Of several captures of the frame each has failed in one: the words are of one that is for the same sizes, if there is one.
     """
     recent = [
         metrics for metrics in dynamo_utils.get_compilation_metrics() if (metrics.start_time_us or 0) >= since * 1e6
     ]
     reasons = [metrics.recompile_reason for metrics in recent if metrics.recompile_reason]
-    _number, _, condition = reasons[-1].splitlines()[0].partition(": ") if reasons else ("", "", "")
+    if not reasons:
+        return ""
+    failures = dynamo_utils.guard_failures
+    said = next((said for said in failures.values() if reasons[-1] in said), reasons)
+    last = said[len(said) - 1 - said[::-1].index(reasons[-1]) :]
+    reason = next((one for one in last if " size mismatch at index " not in one), last[0])
+    _number, _, condition = reason.splitlines()[0].partition(": ")
     return " ".join(condition.split())

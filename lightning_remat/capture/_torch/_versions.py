@@ -46,7 +46,7 @@ NAMES = {
     "InstructionTranslatorBase.maybe_has_backedge TensorifyState.clear "
     "TensorifyState.should_specialize TensorifyState.specialize compare_op_handlers",
     "torch._dynamo.types": "ConvertFrameReturn FrameAction.SKIP FrameExecStrategy",
-    "torch._dynamo.utils": "counters get_fake_value get_compilation_metrics proxy_args_kwargs warn_once",
+    "torch._dynamo.utils": "counters get_fake_value get_compilation_metrics guard_failures proxy_args_kwargs warn_once",
     "torch._dynamo.variables.base": "AttributeMutationExisting ValueMutationExisting VariableTracker._nonvar_fields "
     "VariableTracker.build VariableTracker.visit",
     "torch._dynamo.variables.builder": "TrackedFake VariableBuilder.__call__ VariableBuilder._wrap "
