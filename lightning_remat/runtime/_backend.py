@@ -109,6 +109,7 @@ class Backend:
         """
         self.step.measuring.give_way()  # both the measured step and the measurement of costs need the profiler
         internals.guard_on_gradients(inputs)
+        internals.guard_on_choices()
         in_checkpoints = checkpoints(module)
         name_assertions(module)
         if self.step.reasons.gave_up:  # in the middle of a call

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -170,3 +171,46 @@ def test_a_hook_that_is_registered_later_runs(path: str, kind: str) -> None:
         results.append(losses)
     assert results[0][0] != results[0][1] and all(map(torch.equal, *results))
     assert not step.failures and step.runs == (2, 2)  # without the hook, and with it
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.MultiheadAttention(WIDTH, 2, batch_first=True) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = x + part(x, x, x, need_weights=False)[0]
+        return x.square().mean()
+
+
+class Recurrent(nn.LSTM):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x)[0].square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration on top of oneDNN")
+@pytest.mark.parametrize(
+    ("make", "switched"),
+    [
+        (Attention, lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)),
+        (Recurrent, lambda: torch.backends.mkldnn.flags(enabled=False)),
+    ],
+)
+def test_other_kernels_are_chosen_later(make: type[nn.Module], switched: Any) -> None:
+    results = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        module = make()
+        step: Any = rematerialize(module, budget="min", solver="greedy", cost_model="unit") if planned else module
+        results.append([])
+        for number in range(4):
+            module.zero_grad()
+            with switched() if number % 2 else contextlib.nullcontext():
+                step(torch.randn(4, 6, WIDTH)).backward()
+            results[-1] += [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    assert all(map(torch.equal, *results))
+    assert step.runs == (2, 2) and not step.failures

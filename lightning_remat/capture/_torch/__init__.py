@@ -79,6 +79,7 @@ if TYPE_CHECKING or not unknown_torch():
         given,
         given_now,
         guard_on,
+        guard_on_choices,
         guard_on_gradients,
         source_name,
     )
@@ -207,6 +208,7 @@ __all__ = [
     "given_now",
     "graph_is_kept",
     "guard_on",
+    "guard_on_choices",
     "guard_on_gradients",
     "hand_out",
     "hint",

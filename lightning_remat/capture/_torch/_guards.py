@@ -119,6 +119,28 @@ def guard_on_gradients(inputs: Sequence[Any]) -> None:
         guard_on(source, _Asking.now, asking.now(), "which parameters ask for gradients")  # type: ignore[arg-type]
 
 
+class _Choosing:
+    """The settings by which torch chooses, while a step is captured, the ops of attention, recurrent layers and batch norms."""
+
+    def now(self) -> tuple[Any, ...]:
+        """One a setting."""
+        cuda: Any = torch.backends.cuda
+        attention = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled())
+        rarely = (cuda.cudnn_sdp_enabled(), cuda.fp16_bf16_reduction_math_sdp_allowed())
+        libraries = (torch.backends.cudnn.enabled, torch.backends.mkldnn.enabled)
+        return (*attention, *rarely, *torch._C._get_sdp_priority_order(), *libraries)
+
+
+_CHOOSING = _Choosing()
+
+
+def guard_on_choices() -> None:
+    """While Dynamo's backend runs: guard on settings that are read while a step is captured, and by no op that runs later."""
+    output = InstructionTranslator.current_tx().output
+    source = GlobalSource(output.install_global_by_id("lightning_remat", _CHOOSING))
+    guard_on(source, _Choosing.now, _CHOOSING.now(), "which kernels are enabled")  # type: ignore[arg-type]
+
+
 def found_at(place: str, arguments: Mapping[str, Any]) -> Any:
     """The value that a source names, among a function's arguments.
 

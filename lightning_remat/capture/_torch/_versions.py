@@ -26,7 +26,7 @@ NAMES = {
     "_FunctionBase _VariableFunctions _accelerator_setAllocatorSettings _autograd._get_current_graph_task_keep_graph "
     "_autograd._get_sequence_nr _autograd._saved_tensors_hooks_set_tracing _current_autograd_node "
     "_current_graph_task_id _dispatch_has_kernel_for_dispatch_key _dispatch_tls_is_dispatch_key_excluded "
-    "_functorch.peek_interpreter_stack _nn _storage_Use_Count _will_engine_execute_node",
+    "_functorch.peek_interpreter_stack _get_sdp_priority_order _nn _storage_Use_Count _will_engine_execute_node",
     "torch._decomp": "",
     "torch._dynamo": "maybe_mark_dynamic optimize",
     "torch._dynamo.backends.common": "aot_autograd",
