@@ -408,3 +408,37 @@ def test_the_garbage_collector_is_as_it_was(enabled: bool, monkeypatch: pytest.M
         assert during == [enabled] * 2 and gc.isenabled() == enabled
     finally:
         (gc.enable if before else gc.disable)()
+
+
+class Named(torch.Tensor):
+    """A tensor by another name."""
+
+
+class Unnamed(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [Named, Unnamed])
+def test_tensors_of_a_subclass(kind: type[torch.Tensor]) -> None:
+    results = []
+    for wrap in (False, True):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8))
+
+        def loss(x: torch.Tensor, module: nn.Module = module) -> torch.Tensor:
+            return module(x).square().mean()
+
+        step: Any = rematerialize(loss, budget="min", solver="greedy", cost_model="unit") if wrap else loss
+        results.append([])
+        for _ in range(4):
+            module.zero_grad()
+            x = torch.randn(4, 8).as_subclass(kind).requires_grad_()
+            step(x).backward()
+            assert x.grad is not None
+            gradients = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+            results[-1] += [x.grad.as_subclass(torch.Tensor), *gradients, *(b.clone() for b in module.buffers())]
+    assert all(map(torch.equal, *results))
+    assert step.runs == (4,) and not step.failures

@@ -4,6 +4,7 @@
 * ``_inductor.config.fallback_random``: without it, AOTAutograd drops random ops whose result nobody reads; eager draws them.
   What else it does not drop is in ``_fast_nodes`` (see ``capture._effects``).
 * ``_functorch.config``: what it does besides (see `Frame`), and its look at each op of a first run (see `_unwatched`).
+* ``_EnableTorchFunction``: steps that are given tensors of a subclass (see `_of_plain_tensors`).
 * ``run_functionalized_fw_and_collect_metadata``: where it decides which layouts the tangents have (see
   `_tangents_lie`), and ``TracingContext``, where its notes on them are found (see ``_exchange``).
 """
@@ -119,7 +120,7 @@ class Frame:
         compiled: Callable[..., Any] = self._traced(backend, example_inputs, lambda: not waiting)
         waiting.clear()
         TensorifyState.clear()  # the floats for which Dynamo began again are constants of what is now captured
-        return compiled if unknown[0] else _unwatched(compiled), exchange
+        return _of_plain_tensors(compiled if unknown[0] else _unwatched(compiled)), exchange
 
     def joint(self, layouts: Layouts, read: Callable[..., Any]) -> Any:
         """Trace the joint graph for tangents with these layouts, compile nothing, and return what ``read`` makes of it.
@@ -251,3 +252,34 @@ def _with_gradients_alone(backward: torch.fx.GraphModule, summands: int) -> torc
     outputs: Any = graph.graph_copy(backward.graph, {})
     graph.output(tuple(outputs[: len(outputs) - summands]))
     return unwritten(backward, graph)
+
+
+def _of_plain_tensors(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs it on plain tensors where it is given some of a subclass, whose own functions Dynamo has traced.
+
+    AOTAutograd's look at each op refuses tensors of subclasses, and `_exchange._Written` rests on ``__torch_function__``, which
+    Dynamo turns off meanwhile.
+    """
+    places: list[Sequence[int]] = []  # of such tensors, once they are known: Dynamo guards on types
+
+    def run(*args: Any) -> Any:
+        if not places:
+            places.append([i for i, one in enumerate(args) if _has_own_functions(one)])
+        if not places[0] and torch._C._is_torch_function_enabled():
+            return compiled(*args)
+        given = list(args)
+        with torch._C.DisableTorchFunctionSubclass():
+            for i in places[0]:
+                given[i] = given[i].as_subclass(torch.Tensor)
+        with torch._C._EnableTorchFunction():
+            return compiled(*given)
+
+    return run
+
+
+def _has_own_functions(value: Any) -> bool:
+    """Whether it is a tensor of a subclass that has functions of its own, and no ops."""
+    kind = type(value)
+    if not isinstance(value, torch.Tensor) or kind.__torch_function__ is torch._C._disabled_torch_function_impl:
+        return False
+    return kind is not torch.Tensor and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__

@@ -21,12 +21,13 @@ RELEASES = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 NAMES = {
     "torch": "_assert _assert_async",
-    "torch._C": "DisableTorchFunction DispatchKey.AutocastCPU DispatchKey.Autograd DispatchKey.CPU "
-    "DispatchKey.CompositeImplicitAutograd DispatchKeySet TensorBase _AutoDispatchBelowAutograd _DisableAutocast "
-    "_FunctionBase _VariableFunctions _accelerator_setAllocatorSettings _autograd._get_current_graph_task_keep_graph "
-    "_autograd._get_sequence_nr _autograd._saved_tensors_hooks_set_tracing _current_autograd_node "
-    "_current_graph_task_id _dispatch_has_kernel_for_dispatch_key _dispatch_tls_is_dispatch_key_excluded "
-    "_functorch.peek_interpreter_stack _get_sdp_priority_order _nn _storage_Use_Count _will_engine_execute_node",
+    "torch._C": "DisableTorchFunction DisableTorchFunctionSubclass DispatchKey.AutocastCPU DispatchKey.Autograd "
+    "DispatchKey.CPU DispatchKey.CompositeImplicitAutograd DispatchKeySet TensorBase _AutoDispatchBelowAutograd "
+    "_DisableAutocast _EnableTorchFunction _FunctionBase _VariableFunctions _accelerator_setAllocatorSettings "
+    "_autograd._get_current_graph_task_keep_graph _autograd._get_sequence_nr _autograd._saved_tensors_hooks_set_tracing "
+    "_current_autograd_node _current_graph_task_id _disabled_torch_function_impl _dispatch_has_kernel_for_dispatch_key "
+    "_dispatch_tls_is_dispatch_key_excluded _functorch.peek_interpreter_stack _get_sdp_priority_order "
+    "_is_torch_function_enabled _nn _storage_Use_Count _will_engine_execute_node",
     "torch._decomp": "",
     "torch._dynamo": "maybe_mark_dynamic optimize",
     "torch._dynamo.backends.common": "aot_autograd",
