@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import itertools
 import re
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -120,6 +122,26 @@ class TestCaptures:
         state["step"] = MOST_CAPTURES
         with pytest.warns(RematWarning, match="for the same shapes.*this did not hold at last: .*step.* == 3 "):
             step(inputs())
+
+    def test_a_deque_lets_go_of_items_where_it_is_full(self) -> None:
+        found = []
+        for wrap in (False, True):
+            last: collections.deque[Any] = collections.deque([1.0], maxlen=3)
+
+            def forward(self: Net, x: torch.Tensor, last: collections.deque[Any] = last) -> torch.Tensor:
+                loss = self.last(self.first(x).tanh()).square().mean()
+                last.append(loss.detach())
+                last.extend([2.0, loss.detach() + 1])
+                scale = 2 if len(last) == last.maxlen else 1
+                last.appendleft(last.pop() * 2)
+                return loss * scale + sum(last)
+
+            module = net(forward)
+            step = rematerialize(module, budget=1.0, cost_model="unit") if wrap else module
+            torch.manual_seed(1)
+            found.append([(step(inputs()).item(), [float(one) for one in last]) for _ in range(4)])
+        assert found[0] == found[1]
+        assert step.plans and not step.failures
 
     def test_a_branch_on_data_trains_exactly_in_parts(self, capfd: pytest.CaptureFixture[str]) -> None:
         def forward(self: Net, x: torch.Tensor) -> torch.Tensor:

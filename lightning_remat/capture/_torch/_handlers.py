@@ -6,10 +6,13 @@ elsewhere, and for assertions.
 
 ``OptimizerVariable._set_capturable``: Dynamo takes whoever reads an optimizer's ``param_groups`` for its compiled ``step``. It
 reads and guards all that is in them, says that ``capturable`` is set, and on a GPU sets it, in the user's optimizer.
+
+``VariableBuilder.wrap_listlike``: to Dynamo a deque that the step is given holds any number of items, whatever its ``maxlen``.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import os
@@ -20,7 +23,11 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch._dynamo.exc import unimplemented
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -45,7 +52,7 @@ def as_in_eager_mode() -> Iterator[None]:
     handlers[assert_async] = _asserted
     handlers[torch._assert] = functools.partial(_asserted_at_once, before[torch._assert])
     try:
-        with _groups_as_they_are():
+        with _groups_as_they_are(), _deques_with_limits():
             yield
     finally:
         handlers.clear()
@@ -61,6 +68,36 @@ def _groups_as_they_are() -> Iterator[None]:
         yield
     finally:
         OptimizerVariable._set_capturable = own  # type: ignore[method-assign]
+
+
+class _Limit(ConstantVariable):
+    """The ``maxlen`` of a deque that the step is given.
+
+    When the step ends, Dynamo clears such a deque and adds what it held in the end. With a limit it refuses to, although that
+    does the same: so it is told that there is none.
+    """
+
+    def is_constant_none(self) -> bool:
+        return True
+
+
+@contextlib.contextmanager
+def _deques_with_limits() -> Iterator[None]:
+    """A deque that the step is given lets go of items where it is full."""
+    own: Any = VariableBuilder.wrap_listlike
+
+    def wrap(builder: VariableBuilder, value: Any) -> VariableTracker:
+        made = own(builder, value)
+        if isinstance(value, collections.deque) and value.maxlen is not None:
+            install_guard(AttrSource(builder.get_source(), "maxlen").make_guard(GuardBuilder.CONSTANT_MATCH))
+            made.maxlen = _Limit(value.maxlen)
+        return made  # type: ignore[no-any-return]
+
+    VariableBuilder.wrap_listlike = wrap  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        VariableBuilder.wrap_listlike = own  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
