@@ -3,7 +3,7 @@
 Dynamo would trace through it, as if it had not been compiled: another compiler would run in the place of the user's, with other
 bits and another speed. So the graph breaks at such a call, which Python makes as it always would, and the graphs around
 it are planned. Four things can be compiled: modules (``torch.compile(module)``, ``module.compile()``), functions, and
-methods of a class.
+methods of a class. Functions that ``torch.jit.script`` has made stay likewise: Dynamo would trace what they were made of.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ def compiled_stays(told: Told) -> Iterator[None]:
         hide(value)
         if isinstance(value, OptimizedModule) and not _is_disabled(value):
             return CompiledModule(value, told, source=builder.source)
+        if isinstance(value, torch.jit.ScriptFunction):
+            return ScriptedFunction(source=builder.source)
         return own_build(builder, value)
 
     def call_module(variable: Any, translator: Any, args: Any, kwargs: Any) -> Any:
@@ -137,6 +139,22 @@ class CompiledModule(VariableTracker):
         if name in ("forward", "__call__"):
             leave(self.told, self.module._orig_mod)
         return self.tp_getattro_impl(tx, name).call_function(tx, args, kwargs)
+
+
+class ScriptedFunction(VariableTracker):
+    """Dynamo's variable for a function that ``torch.jit.script`` has made: Python calls it."""
+
+    def python_type(self) -> type:
+        return torch.jit.ScriptFunction
+
+    def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+        del tx, args, kwargs
+        unimplemented(
+            gb_type="scripted by the user",
+            context=str(self.source),
+            explanation="A function was made by torch.jit.script, and runs as that has made it.",
+            hints=[],
+        )
 
 
 def name_of(called: Any) -> str:

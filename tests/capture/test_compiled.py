@@ -320,3 +320,28 @@ def test_their_compiler_is_asked_as_it_is_without_us() -> None:
             results.append(train(net, net))
     assert all(map(torch.equal, results[0][0], results[1][0]))
     assert results[0][1] == results[1][1] == ["compile", "run", "run", "run"]
+
+
+def _gelu(bias: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    y = x + bias
+    return y * 0.5 * (1.0 + torch.tanh(0.79788456 * y * (1 + 0.044715 * y * y)))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is")
+def test_functions_of_torchscript_run_as_they_are() -> None:
+    gelu = torch.jit.script(_gelu)
+    results = []
+    for planned in (None, False, True):  # TorchScript itself rounds otherwise from its third call on
+        torch.manual_seed(0)
+        module, bias = nn.Linear(16, 16), nn.Parameter(torch.zeros(16))
+
+        def loss(x: torch.Tensor, module: nn.Module = module, bias: torch.Tensor = bias) -> torch.Tensor:
+            return module(gelu(bias, module(x.sin()))).square().mean()
+
+        step: Any = rematerialize(loss, budget="min", cost_model="unit") if planned else loss
+        results.append([])
+        for _ in range(4):
+            step(torch.randn(8, 16)).backward()
+            results[-1] += [p.grad.clone() for p in (*module.parameters(), bias) if p.grad is not None]
+    assert all(map(torch.equal, *results[1:]))
+    assert len(step.plans) >= 2 and not step.failures
