@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import itertools
+import random
 import re
 import warnings
 from typing import Any
@@ -122,6 +123,30 @@ class TestCaptures:
         state["step"] = MOST_CAPTURES
         with pytest.warns(RematWarning, match="for the same shapes.*this did not hold at last: .*step.* == 3 "):
             step(inputs())
+
+    @pytest.mark.parametrize("drawn", [random, random.Random(0)], ids=["module", "object"])
+    def test_a_number_that_python_draws(self, drawn: Any) -> None:
+        def forward(self: Net, x: torch.Tensor) -> torch.Tensor:
+            share = drawn.uniform(0.0, 1.0)
+            loss = self.last(self.first(x).tanh()).square().mean() * share
+            return loss + drawn.randint(0, 2) * self.first(x).mean() * (1 - share)
+
+        found = []
+        for wrap in (False, True):
+            module = net(forward)
+            step = rematerialize(module, budget=1.0, cost_model="unit") if wrap else module
+            torch.manual_seed(1)
+            drawn.seed(1)
+            found.append([])
+            for _ in range(4):
+                module.zero_grad()
+                loss = step(inputs())
+                loss.backward()
+                assert loss.dtype is torch.float32
+                found[-1] += [loss.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+            found[-1].append(torch.tensor(drawn.random()))
+        assert all(map(torch.equal, *found))
+        assert step.plans and not step.failures
 
     def test_a_deque_lets_go_of_items_where_it_is_full(self) -> None:
         found = []

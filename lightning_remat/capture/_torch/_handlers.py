@@ -7,6 +7,8 @@ elsewhere, and for assertions.
 ``OptimizerVariable._set_capturable``: Dynamo takes whoever reads an optimizer's ``param_groups`` for its compiled ``step``. It
 reads and guards all that is in them, says that ``capturable`` is set, and on a GPU sets it, in the user's optimizer.
 
+``call_random_fn``: Dynamo makes a tensor of what ``random.uniform`` returns.
+
 ``VariableBuilder.wrap_listlike``: to Dynamo a deque that the step is given holds any number of items, whatever its ``maxlen``.
 """
 
@@ -25,6 +27,7 @@ import torch._dynamo
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
+from torch._dynamo.variables import misc, user_defined
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
@@ -52,7 +55,7 @@ def as_in_eager_mode() -> Iterator[None]:
     handlers[assert_async] = _asserted
     handlers[torch._assert] = functools.partial(_asserted_at_once, before[torch._assert])
     try:
-        with _groups_as_they_are(), _deques_with_limits():
+        with _groups_as_they_are(), _deques_with_limits(), _numbers_drawn_by_python():
             yield
     finally:
         handlers.clear()
@@ -98,6 +101,31 @@ def _deques_with_limits() -> Iterator[None]:
         yield
     finally:
         VariableBuilder.wrap_listlike = own  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _numbers_drawn_by_python() -> Iterator[None]:
+    """The graph breaks where Python draws a number, which is then a number to the rest of the step.
+
+    A loss that is multiplied by a tensor of float64, as Dynamo makes of it, has that dtype.
+    """
+    own = (
+        user_defined.call_random_fn
+    )  # of the module `random`; those of an object are called by the name that `misc` imports
+
+    def leave(_translator: Any, function: Any, *_args: Any) -> Any:
+        unimplemented(
+            gb_type="random number of Python",
+            context=str(function),
+            explanation="It is drawn by Python, between two parts of the step.",
+            hints=[],
+        )
+
+    user_defined.call_random_fn = misc.call_random_fn = leave  # type: ignore[assignment, attr-defined]
+    try:
+        yield
+    finally:
+        user_defined.call_random_fn = misc.call_random_fn = own  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

@@ -57,12 +57,13 @@ NAMES = {
     "torch._dynamo.variables.functions": "SkipFunctionVariable.call_function UserFunctionVariable",
     "torch._dynamo.variables.lazy": "LazyVariableTracker.is_realized LazyVariableTracker.peek_value",
     "torch._dynamo.variables.lists": "BaseListVariable TupleVariable",
-    "torch._dynamo.variables.misc": "GetAttrVariable LoggingLoggerVariable "
+    "torch._dynamo.variables.misc": "GetAttrVariable LoggingLoggerVariable call_random_fn "
     "NumpyVariable.call_function StringFormatVariable.create StringFormatVariable.python_type",
     "torch._dynamo.variables.nn_module": "UnspecializedNNModuleVariable.call_function",
     "torch._dynamo.variables.optimizer": "OptimizerVariable._set_capturable",
     "torch._dynamo.variables.tensor": "SymNodeVariable TensorVariable.set_name_hint",
     "torch._dynamo.variables.torch": "TorchInGraphFunctionVariable._get_handlers TorchInGraphFunctionVariable.call_function",
+    "torch._dynamo.variables.user_defined": "call_random_fn",
     "torch._functorch._aot_autograd.descriptors": "GradAOTOutput InputMutationAOTOutput IntermediateBaseAOTOutput "
     "ParamAOTInput PlainAOTInput PlainAOTOutput SubclassGetAttrAOTInput SubclassGetAttrAOTOutput",
     "torch._functorch._aot_autograd.graph_compile": "tensorify_python_scalars",
