@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import itertools
 import random
 import re
@@ -145,6 +146,36 @@ class TestCaptures:
                 assert loss.dtype is torch.float32
                 found[-1] += [loss.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
             found[-1].append(torch.tensor(drawn.random()))
+        assert all(map(torch.equal, *found))
+        assert step.plans and not step.failures
+
+    @pytest.mark.parametrize("draw", [torch.randn, lambda *sizes: torch.nn.functional.dropout(torch.ones(sizes), 0.5)])
+    def test_what_a_function_with_a_cache_draws_is_drawn_once(self, draw: Any) -> None:
+        found = []
+        for wrap in (False, True):
+
+            @functools.lru_cache
+            def noise(*sizes: int) -> torch.Tensor:
+                return draw(*sizes)  # type: ignore[no-any-return]
+
+            @functools.lru_cache
+            def sizes(of: int) -> torch.Tensor:
+                return torch.arange(of) / 2
+
+            def forward(self: Net, x: torch.Tensor, noise: Any = noise, sizes: Any = sizes) -> torch.Tensor:
+                hidden = self.first(x).tanh()
+                return self.last(hidden + noise(*hidden.shape) + sizes(hidden.shape[-1])).square().mean()
+
+            module = net(forward)
+            step = rematerialize(module, budget=1.0, cost_model="unit") if wrap else module
+            torch.manual_seed(1)
+            found.append([])
+            for _ in range(4):
+                module.zero_grad()
+                loss = step(inputs())
+                loss.backward()
+                found[-1] += [loss.detach(), *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+            found[-1].append(torch.get_rng_state())
         assert all(map(torch.equal, *found))
         assert step.plans and not step.failures
 

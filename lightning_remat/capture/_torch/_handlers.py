@@ -9,6 +9,8 @@ reads and guards all that is in them, says that ``capturable`` is set, and on a 
 
 ``call_random_fn``: Dynamo makes a tensor of what ``random.uniform`` returns.
 
+``WrapperUserFunctionVariable.call_function``: Dynamo traces through ``functools.lru_cache``.
+
 ``VariableBuilder.wrap_listlike``: to Dynamo a deque that the step is given holds any number of items, whatever its ``maxlen``.
 """
 
@@ -17,7 +19,9 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import itertools
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +35,7 @@ from torch._dynamo.variables import misc, user_defined
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -55,7 +60,7 @@ def as_in_eager_mode() -> Iterator[None]:
     handlers[assert_async] = _asserted
     handlers[torch._assert] = functools.partial(_asserted_at_once, before[torch._assert])
     try:
-        with _groups_as_they_are(), _deques_with_limits(), _numbers_drawn_by_python():
+        with _groups_as_they_are(), _deques_with_limits(), _numbers_drawn_by_python(), _drawn_once():
             yield
     finally:
         handlers.clear()
@@ -126,6 +131,41 @@ def _numbers_drawn_by_python() -> Iterator[None]:
         yield
     finally:
         user_defined.call_random_fn = misc.call_random_fn = own  # type: ignore[attr-defined]
+
+
+_DRAWS = re.compile(
+    r"(rand|randn|randint)(_like)?|randperm|normal|bernoulli|multinomial|poisson|binomial|rrelu|gumbel_softmax"
+    r"|(feature_)?(alpha_)?dropout([123]d)?|(normal|uniform|random|bernoulli|exponential|geometric|cauchy|log_normal)_"
+)
+"""Names of functions and methods that draw random numbers."""
+
+
+@contextlib.contextmanager
+def _drawn_once() -> Iterator[None]:
+    """The graph breaks at a function under ``functools.lru_cache`` that draws random numbers: it draws them once."""
+    own: Any = WrapperUserFunctionVariable.call_function
+
+    def call_function(variable: Any, translator: Any, args: Any, kwargs: Any) -> Any:
+        graph = translator.output.graph
+        last = next(iter(reversed(graph.nodes)), None)
+        result = own(variable, translator, args, kwargs)
+        if hasattr(variable.wrapper_obj, "cache_info"):
+            for node in itertools.takewhile(lambda node: node is not last, reversed(graph.nodes)):
+                name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+                if _DRAWS.fullmatch(name) and node.op.startswith("call"):
+                    unimplemented(
+                        gb_type="random numbers behind a cache",
+                        context=str(variable.wrapper_obj),
+                        explanation="A function under functools.lru_cache draws random numbers once.",
+                        hints=[],
+                    )
+        return result
+
+    WrapperUserFunctionVariable.call_function = call_function  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        WrapperUserFunctionVariable.call_function = own  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

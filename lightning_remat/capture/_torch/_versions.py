@@ -54,7 +54,8 @@ NAMES = {
     "VariableBuilder.wrap_listlike VariableBuilder.wrap_numpy_ndarray VariableBuilder.wrap_symfloat wrap_fx_proxy",
     "torch._dynamo.variables.builtin": "BuiltinVariable.call_function",
     "torch._dynamo.variables.constant": "ConstantVariable",
-    "torch._dynamo.variables.functions": "SkipFunctionVariable.call_function UserFunctionVariable",
+    "torch._dynamo.variables.functions": "SkipFunctionVariable.call_function UserFunctionVariable "
+    "WrapperUserFunctionVariable.call_function",
     "torch._dynamo.variables.lazy": "LazyVariableTracker.is_realized LazyVariableTracker.peek_value",
     "torch._dynamo.variables.lists": "BaseListVariable TupleVariable",
     "torch._dynamo.variables.misc": "GetAttrVariable LoggingLoggerVariable call_random_fn "
