@@ -114,9 +114,7 @@ def _numbers_drawn_by_python() -> Iterator[None]:
 
     A loss that is multiplied by a tensor of float64, as Dynamo makes of it, has that dtype.
     """
-    own = (
-        user_defined.call_random_fn
-    )  # of the module `random`; those of an object are called by the name that `misc` imports
+    own = user_defined.call_random_fn  # for the module `random`; for an object the name that `misc` imports is called
 
     def leave(_translator: Any, function: Any, *_args: Any) -> Any:
         unimplemented(

@@ -1,6 +1,6 @@
 """Dynamo's guards on modules, asked only when something that they read is not what it was when they last held.
 
-A step's guards walk through all modules, from attribute to attribute: up to a fifth of what the step of a small network
+A step's guards walk through all modules, from attribute to attribute: up to an eighth of what the step of a small network
 takes. Most of them read attributes of modules, and items of the dicts, lists and tuples there. While all of these are the
 same objects, and what may change about an object has not (tensors' metadata, lengths, keys, types), they hold as they did.
 That is looked at in a few passes over all modules, several times as fast; only else Dynamo's own guards are asked.
