@@ -37,6 +37,7 @@ from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Guard, GuardsSet, TracingContext
 from torch._ops import HigherOrderOperator
 
+from lightning_remat._replaced import replaced
 from lightning_remat.capture._torch._alike_copies import Call, Copy, path, realized
 from lightning_remat.capture._torch._alike_reads import (
     Places,
@@ -341,13 +342,12 @@ _HERE = _Here()
 @contextlib.contextmanager
 def alike_modules() -> Iterator[None]:
     """While Dynamo traces a frame: calls of modules that are alike are traced once."""
-    with contextlib.ExitStack() as stack:
-        stack.callback(setattr, _HERE, "calls", _HERE.calls)
-        _HERE.calls = None
-        for owner, name, replacement in _replacements():
-            stack.callback(setattr, owner, name, vars(owner)[name])
-            setattr(owner, name, replacement)
-        yield
+    before, _HERE.calls = _HERE.calls, None
+    try:
+        with replaced(_replacements()):
+            yield
+    finally:
+        _HERE.calls = before
 
 
 def _replacements() -> Iterator[tuple[Any, str, Any]]:

@@ -40,6 +40,7 @@ from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 
+from lightning_remat._replaced import replaced
 from lightning_remat.capture._torch._effects import assert_async
 
 
@@ -60,22 +61,45 @@ def as_in_eager_mode() -> Iterator[None]:
     handlers[assert_async] = _asserted
     handlers[torch._assert] = functools.partial(_asserted_at_once, before[torch._assert])
     try:
-        with _groups_as_they_are(), _deques_with_limits(), _numbers_drawn_by_python(), _drawn_once():
+        with replaced(_replacements()):
             yield
     finally:
         handlers.clear()
         handlers.update(before)
 
 
-@contextlib.contextmanager
-def _groups_as_they_are() -> Iterator[None]:
-    """Of an optimizer's ``param_groups`` only what a step reads (the learning rate) is guarded, and nothing is changed."""
-    own = OptimizerVariable._set_capturable
-    OptimizerVariable._set_capturable = lambda _optimizer, _translator: None  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        OptimizerVariable._set_capturable = own  # type: ignore[method-assign]
+def _replacements() -> Iterator[tuple[Any, str, Any]]:
+    """Of what else Dynamo does in another way than eager mode, the class or module, the name, and what is called there."""
+    wrap_listlike: Any = VariableBuilder.wrap_listlike
+    call_function: Any = WrapperUserFunctionVariable.call_function
+
+    def with_limit(builder: VariableBuilder, value: Any) -> Any:
+        made = wrap_listlike(builder, value)
+        if isinstance(value, collections.deque) and value.maxlen is not None:
+            install_guard(AttrSource(builder.get_source(), "maxlen").make_guard(GuardBuilder.CONSTANT_MATCH))
+            made.maxlen = _Limit(value.maxlen)
+        return made
+
+    def drawn_once(variable: Any, translator: Any, args: Any, kwargs: Any) -> Any:
+        graph = translator.output.graph
+        last = next(iter(reversed(graph.nodes)), None)
+        result = call_function(variable, translator, args, kwargs)
+        if hasattr(variable.wrapper_obj, "cache_info"):
+            added = itertools.takewhile(lambda node: node is not last, reversed(graph.nodes))
+            if any(map(_draws, added)):
+                unimplemented(
+                    gb_type="random numbers behind a cache",
+                    context=str(variable.wrapper_obj),
+                    explanation="A function under functools.lru_cache draws random numbers once.",
+                    hints=[],
+                )
+        return result
+
+    yield OptimizerVariable, "_set_capturable", lambda _optimizer, _translator: None
+    yield VariableBuilder, "wrap_listlike", with_limit
+    yield WrapperUserFunctionVariable, "call_function", drawn_once
+    yield user_defined, "call_random_fn", _number_drawn  # of the module `random`
+    yield misc, "call_random_fn", _number_drawn  # of an object
 
 
 class _Limit(ConstantVariable):
@@ -89,46 +113,17 @@ class _Limit(ConstantVariable):
         return True
 
 
-@contextlib.contextmanager
-def _deques_with_limits() -> Iterator[None]:
-    """A deque that the step is given lets go of items where it is full."""
-    own: Any = VariableBuilder.wrap_listlike
-
-    def wrap(builder: VariableBuilder, value: Any) -> VariableTracker:
-        made = own(builder, value)
-        if isinstance(value, collections.deque) and value.maxlen is not None:
-            install_guard(AttrSource(builder.get_source(), "maxlen").make_guard(GuardBuilder.CONSTANT_MATCH))
-            made.maxlen = _Limit(value.maxlen)
-        return made  # type: ignore[no-any-return]
-
-    VariableBuilder.wrap_listlike = wrap  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        VariableBuilder.wrap_listlike = own  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _numbers_drawn_by_python() -> Iterator[None]:
+def _number_drawn(_translator: Any, function: Any, *_args: Any) -> Any:
     """The graph breaks where Python draws a number, which is then a number to the rest of the step.
 
     A loss that is multiplied by a tensor of float64, as Dynamo makes of it, has that dtype.
     """
-    own = user_defined.call_random_fn  # for the module `random`; for an object the name that `misc` imports is called
-
-    def leave(_translator: Any, function: Any, *_args: Any) -> Any:
-        unimplemented(
-            gb_type="random number of Python",
-            context=str(function),
-            explanation="It is drawn by Python, between two parts of the step.",
-            hints=[],
-        )
-
-    user_defined.call_random_fn = misc.call_random_fn = leave  # type: ignore[assignment, attr-defined]
-    try:
-        yield
-    finally:
-        user_defined.call_random_fn = misc.call_random_fn = own  # type: ignore[attr-defined]
+    unimplemented(
+        gb_type="random number of Python",
+        context=str(function),
+        explanation="It is drawn by Python, between two parts of the step.",
+        hints=[],
+    )
 
 
 _DRAWS = re.compile(
@@ -138,32 +133,9 @@ _DRAWS = re.compile(
 """Names of functions and methods that draw random numbers."""
 
 
-@contextlib.contextmanager
-def _drawn_once() -> Iterator[None]:
-    """The graph breaks at a function under ``functools.lru_cache`` that draws random numbers: it draws them once."""
-    own: Any = WrapperUserFunctionVariable.call_function
-
-    def call_function(variable: Any, translator: Any, args: Any, kwargs: Any) -> Any:
-        graph = translator.output.graph
-        last = next(iter(reversed(graph.nodes)), None)
-        result = own(variable, translator, args, kwargs)
-        if hasattr(variable.wrapper_obj, "cache_info"):
-            for node in itertools.takewhile(lambda node: node is not last, reversed(graph.nodes)):
-                name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-                if _DRAWS.fullmatch(name) and node.op.startswith("call"):
-                    unimplemented(
-                        gb_type="random numbers behind a cache",
-                        context=str(variable.wrapper_obj),
-                        explanation="A function under functools.lru_cache draws random numbers once.",
-                        hints=[],
-                    )
-        return result
-
-    WrapperUserFunctionVariable.call_function = call_function  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        WrapperUserFunctionVariable.call_function = own  # type: ignore[method-assign]
+def _draws(node: torch.fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.op.startswith("call") and _DRAWS.fullmatch(name) is not None
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from torch._C import _dynamo
 from torch._dynamo.guards import CheckFunctionManager
 from torch._guards import Guard, Source
 
+from lightning_remat._replaced import replaced
 from lightning_remat.capture._torch._guards import source_name
 
 _compiled: Any = _dynamo.guards
@@ -88,11 +89,8 @@ class ModuleGuards:
             self._forget()
             return builder, found
 
-        CheckFunctionManager.build_guards = build_guards  # type: ignore[method-assign, assignment]
-        try:
+        with replaced([(CheckFunctionManager, "build_guards", build_guards)]):
             yield
-        finally:
-            CheckFunctionManager.build_guards = plain  # type: ignore[method-assign]
 
     def _forget(self) -> None:
         """Let go of what was read: a module that is gone would stay in memory."""
@@ -206,18 +204,17 @@ class _Group:
         value, asked = self._values[number], self._asked
         create: Any = guard.create_fn
         kind, named = getattr(create, "func", create).__name__, getattr(create, "keywords", {})
-        if kind == "EMPTY_NN_MODULE_HOOKS_DICT" and type(value) in _DICTS:
-            asked["empty"][number] = None
-        elif kind in ("CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH") and _is_constant(value):
+        container = type(value) in (*_DICTS, *_LISTS)
+        constant = kind in ("CONSTANT_MATCH", "EQUALS_MATCH", "ID_MATCH") and _is_constant(value)
+        if constant or (kind == "TYPE_MATCH" and container):
             pass
         elif kind == "TYPE_MATCH" and isinstance(value, torch.nn.Module):
             asked["type"][number] = None
-        elif (kind == "TYPE_MATCH" and type(value) in (*_DICTS, *_LISTS)) or (
-            kind == "SEQUENCE_LENGTH" and isinstance(value, tuple) and type(value) in _LISTS
-        ):
-            pass
-        elif kind == "SEQUENCE_LENGTH" and type(value) in (*_DICTS, *_LISTS):
-            asked["length"][number] = None
+        elif kind == "SEQUENCE_LENGTH" and container:
+            if not isinstance(value, tuple):
+                asked["length"][number] = None
+        elif kind == "EMPTY_NN_MODULE_HOOKS_DICT" and type(value) in _DICTS:
+            asked["empty"][number] = None
         elif kind == "DICT_KEYS_MATCH" and type(value) in _DICTS and all(type(key) is str for key in value):
             asked["keys"][number] = None
         elif kind == "NOT_PRESENT_IN_GENERIC_DICT" and isinstance(value, torch.nn.Module) and set(named) == {"attr"}:
