@@ -23,6 +23,7 @@ from lightning_remat.capture._torch import Modules, unwritten, with_fakes
 from lightning_remat.errors import ScheduleError
 from lightning_remat.graph import Op, TensorRole
 from lightning_remat.lowering._replay import random_state, replaying
+from lightning_remat.lowering._room import Room, room, whole_convolution
 from lightning_remat.schedule import Compute, Copy, Free, Schedule, Step
 
 Node = torch.fx.Node
@@ -32,6 +33,7 @@ State = tuple[str, int]
 """The random state before an op's first evaluation, or a tensor's copy on the host: which, and the index of op or tensor."""
 Key = Node | State
 """What a value in a module stands for: a node of the joint graph, or something beside these."""
+_NO_ROOM = Room()
 
 
 def lower(captured: CapturedGraph, schedule: Schedule) -> Modules:
@@ -55,18 +57,21 @@ def lower(captured: CapturedGraph, schedule: Schedule) -> Modules:
     returned = [forward.returned(v) if isinstance(v, Node) else v for v in captured.forward_outputs]
     carried = [forward.value(key) for key in (*tensors, *sizes)]
     forward_module = forward.finish((*returned, *carried))
-    backward_module = lower_backward(captured, schedule, saved)
+    backward_module = lower_backward(captured, schedule, saved, room(captured, schedule))
     copies = any(isinstance(step, Copy) for step in schedule.steps)
     return Modules(forward_module, backward_module, len(returned), len(sizes), copies=copies)
 
 
-def lower_backward(captured: CapturedGraph, schedule: Schedule, saved: Sequence[Key]) -> torch.fx.GraphModule:
+def lower_backward(
+    captured: CapturedGraph, schedule: Schedule, saved: Sequence[Key], room: Room = _NO_ROOM
+) -> torch.fx.GraphModule:
     """The backward module alone.
 
     Args:
         captured: the graph.
         schedule: by which it runs.
         saved: what the forward saves, in order (see `needed_from_forward`).
+        room: where it may hold more than the schedule says.
 
     Raises:
         ScheduleError: see `lower`.
@@ -78,8 +83,15 @@ def lower_backward(captured: CapturedGraph, schedule: Schedule, saved: Sequence[
         backward.placeholder(key, _name(captured, key))
     for node in captured.tangents:
         backward.placeholder(node, str(node.target))
-    for step in schedule.steps[schedule.boundary :]:
-        backward.run(step)
+    for number, step in enumerate(schedule.steps[schedule.boundary :], schedule.boundary):
+        if number in room.done:
+            continue
+        if isinstance(step, Compute) and number in room.plain:
+            backward.run_plain(step)
+        elif isinstance(step, Compute) and number in room.joined:
+            backward.run_joined(step.op, room.joined[number])
+        else:
+            backward.run(step)
     gradients = [backward.value(v) if isinstance(v, Node) else v for v in captured.backward_outputs]
     module = backward.finish(tuple(gradients))
     description = captured.module.graph.output_node().meta.get("desc")
@@ -348,6 +360,50 @@ class _Writer:
         else:
             self._begin_copy(step)
 
+    def run_plain(self, step: Compute) -> None:
+        """A batch norm's backward as torch's own op; what it might have overwritten is gone after it."""
+        node = self._node(step.op)
+        made = self._call(aten.native_batch_norm_backward.default, node.args, node)
+        if step.over >= 0:
+            self._give_up(step.over)
+        self._bind_items(step.op, made)
+
+    def run_joined(self, first: int, second: int) -> None:
+        """Both halves of a convolution's backward as one call."""
+        halves = {bool(self._node(op).args[10][0]): self._node(op) for op in (first, second)}  # type: ignore[index]
+        args, values = whole_convolution(halves[False], halves[True])
+        made = self._call(aten.convolution_backward.default, args, halves[False])
+        made.meta["val"] = values
+        for op in (first, second):
+            self._bind_items(op, made)
+
+    def _node(self, index: int) -> Node:
+        node = self.captured.nodes[index]
+        if node is None:
+            raise ScheduleError(f"{self.captured.graph.ops[index].name} has no call")
+        return node
+
+    def _call(self, target: Callable[..., Any], args: Any, node: Node) -> Node:
+        """A call that stands for ``node``, with other arguments."""
+        made = self.graph.call_function(target, torch.fx.node.map_arg(args, self.value))
+        made.meta = {key: value for key, value in node.meta.items() if key != "from_node"}
+        return made
+
+    def _bind_items(self, index: int, made: Node) -> None:
+        """The op's outputs are the items of ``made`` at the places where the op's own call has them."""
+        values = self._node(index).meta["val"]
+        positions = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
+        for position, tensor in zip(positions, self.captured.graph.ops[index].outputs, strict=True):
+            self._bind_item(made, position, tensor)
+
+    def _bind_item(self, made: Node, position: int, tensor: int) -> None:
+        original = self.captured.tensors[tensor]
+        if original is None or tensor in self.values:
+            return
+        item = self.graph.call_function(operator.getitem, (made, position))
+        item.meta = dict(original.meta)
+        self._bind(tensor, item)
+
     def _begin_copy(self, copy: Copy) -> None:
         node = _copied(self.captured, copy.tensor)
         if copy.to_device:
@@ -412,17 +468,13 @@ class _Writer:
             return
         positions = [i for i, value in enumerate(node.meta["val"]) if isinstance(value, torch.Tensor)]
         for position, tensor in zip(positions, op.outputs, strict=True):
-            original = self.captured.tensors[tensor]
-            if original is None or tensor in self.values:
-                continue
             if tensor in updates and not again:
-                self._bind(tensor, self.value(updates[tensor]))
+                if self.captured.tensors[tensor] is not None:
+                    self._bind(tensor, self.value(updates[tensor]))
                 continue
             if norm is not None and after_update and position in norm.statistics:
                 continue  # the running statistics were updated once, by the first evaluation
-            item = self.graph.call_function(operator.getitem, (made, position))
-            item.meta = dict(original.meta)
-            self._bind(tensor, item)
+            self._bind_item(made, position, tensor)
 
     def _updates(self, op: Op) -> dict[int, Node]:
         """The outputs that are written over a primal, and that primal."""
@@ -436,9 +488,12 @@ class _Writer:
     def _overwriting(self, node: Node, over: int, kwargs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
         """The op's form that writes over tensor ``over``, and its keyword arguments; all that lies there is gone."""
         form = self._written_over(node, over, kwargs)
+        self._give_up(over)
+        return form
+
+    def _give_up(self, over: int) -> None:
         for tensor in _lying_with(self.captured, over):
             self.values.pop(tensor, None)
-        return form
 
     def _written_over(self, node: Node, over: int, kwargs: dict[str, Any]) -> tuple[Callable[..., Any], dict[str, Any]]:
         tensors = [self.captured.node_tensor.get(arg) if isinstance(arg, Node) else None for arg in node.args]

@@ -3,7 +3,8 @@
 * ``aot_autograd`` with ``partition_fn``: it hands over the joint forward-backward graph, and runs what it gets back.
 * ``_inductor.config.fallback_random``: without it, AOTAutograd drops random ops whose result nobody reads; eager draws them.
   What else it does not drop is in ``_fast_nodes`` (see ``capture._effects``).
-* ``_functorch.config``: what it does besides (see `Frame`), and its look at each op of a first run (see `_unwatched`).
+* ``_functorch.config``: what it does besides (see `Frame`).
+* ``_FirstInvocationContext``: its look at each op of a first run (see `_unwatched`).
 * ``_EnableTorchFunction``: steps that are given tensors of a subclass (see `_of_plain_tensors`).
 * ``run_functionalized_fw_and_collect_metadata``: where it decides which layouts the tangents have (see
   `_tangents_lie`), and ``TracingContext``, where its notes on them are found (see ``_exchange``).
@@ -22,11 +23,13 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._functorch import aot_autograd as functorch_aot
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import runtime_wrappers
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_remat._replaced import replaced
 from lightning_remat.capture._regions import inline_regions
 from lightning_remat.capture._tangents import Layouts
 from lightning_remat.capture._torch._alike import alike_ops
@@ -117,10 +120,11 @@ class Frame:
             partition_fn=partitioned,
             decompositions=dict(self._parts),
         )
-        compiled: Callable[..., Any] = self._traced(backend, example_inputs, lambda: not waiting)
+        with _unwatched(lambda: unknown[0]):
+            compiled: Callable[..., Any] = self._traced(backend, example_inputs, lambda: not waiting)
         waiting.clear()
         TensorifyState.clear()  # the floats for which Dynamo began again are constants of what is now captured
-        return _of_plain_tensors(compiled if unknown[0] else _unwatched(compiled)), exchange
+        return _of_plain_tensors(compiled), exchange
 
     def joint(self, layouts: Layouts, read: Callable[..., Any]) -> Any:
         """Trace the joint graph for tangents with these layouts, compile nothing, and return what ``read`` makes of it.
@@ -200,18 +204,18 @@ def _is_of_others(target: Any) -> bool:
     return isinstance(target, OpOverload) and target.namespace not in _OF_TORCH
 
 
-def _unwatched(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs it without AOTAutograd's look at each op of the first run, which is for operators that are none of torch's."""
-    first = [True]
+@contextlib.contextmanager
+def _unwatched(watched: Callable[[], bool]) -> Iterator[None]:
+    """AOTAutograd looks at each op of the first run of what it makes meanwhile where ``watched`` says so, and never else.
 
-    def run(*args: Any) -> Any:
-        if not first:
-            return compiled(*args)
-        first.clear()
-        with functorch_config.patch(check_custom_op_aliasing=False):
-            return compiled(*args)
+    The look is for operators that are none of torch's.
+    """
 
-    return run
+    def made(context: runtime_wrappers._FirstInvocationContext) -> None:
+        context._is_first = watched()
+
+    with replaced([(runtime_wrappers._FirstInvocationContext, "__init__", made)]):
+        yield
 
 
 class _Traced(BaseException):

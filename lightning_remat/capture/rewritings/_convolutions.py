@@ -23,7 +23,7 @@ def split_convolution_backward(graph: torch.fx.Graph) -> None:
         with graph.inserting_before(node):
             weights = graph.call_function(node.target, (*node.args[:10], [False, *for_weights]))
             data = graph.call_function(node.target, (*node.args[:10], [True, False, False]))
-        weights.meta, data.meta = dict(node.meta), dict(node.meta)
+        weights.meta, data.meta = ({**node.meta, "remat_half": node.name} for _half in range(2))
         weights.meta["val"], data.meta["val"] = (None, *node.meta["val"][1:]), (node.meta["val"][0], None, None)
         for item in list(node.users):
             item.update_arg(0, data if item.args[1] == 0 else weights)
