@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from lightning_remat.errors import ConfigError
 from lightning_remat.measure import held_bytes
 from lightning_remat.planner import Plan, RematConfig, Surroundings, with_shards
-from lightning_remat.runtime import ScheduledStep
+from lightning_remat.runtime import ScheduledStep, modules_of
 
 
 class Rematerialized:
@@ -50,7 +49,7 @@ class Rematerialized:
     @property
     def modules(self) -> Sequence[torch.nn.Module]:
         """The modules that `original` is, is a method of, or refers to in its closure and globals."""
-        return tuple(_modules_of(self.original))
+        return tuple(modules_of(self.original))
 
     @property
     def plan(self) -> Plan | None:
@@ -74,30 +73,6 @@ class Rematerialized:
 
     def __repr__(self) -> str:
         return f"rematerialize({self.original!r}, budget={self._step.config.budget!r})"
-
-
-def _modules_of(function: Callable[..., Any]) -> list[torch.nn.Module]:
-    """The modules that a function is, is a method of, or refers to, itself or through functions that it closes over."""
-    found: dict[int, torch.nn.Module] = {}
-    waiting, seen = [function], set()
-    while waiting:
-        thing: Any = waiting.pop()
-        if isinstance(thing, torch.nn.Module):
-            found[id(thing)] = thing
-            continue
-        if id(thing) in seen or not callable(thing):
-            continue
-        seen.add(id(thing))
-        owner, plain = getattr(thing, "__self__", None), getattr(thing, "__func__", thing)
-        named: list[Any] = [owner] if isinstance(owner, torch.nn.Module) else []
-        if inspect.isfunction(plain):
-            names = inspect.getclosurevars(plain)
-            named += [
-                one for one in names.nonlocals.values() if isinstance(one, torch.nn.Module) or inspect.isfunction(one)
-            ]
-            named += [one for one in names.globals.values() if isinstance(one, torch.nn.Module)]
-        waiting += reversed(named)
-    return list(found.values())
 
 
 def _main_device(modules: Sequence[torch.nn.Module]) -> torch.device | None:
@@ -169,7 +144,7 @@ def rematerialize(
         function = module_or_function
         name = getattr(function, "__qualname__", type(function).__name__)
 
-    modules = _modules_of(module_or_function)
+    modules = modules_of(module_or_function)
 
     def surroundings() -> Surroundings:
         trainable = [p for module in modules for p in module.parameters() if p.requires_grad]

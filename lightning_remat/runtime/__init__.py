@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from lightning_remat.capture import is_compiled, unknown_torch
 from lightning_remat.runtime._agreement import Agreement
+from lightning_remat.runtime._modules import modules_of
 
 if TYPE_CHECKING or not unknown_torch():
     from lightning_remat.capture._torch import reduce_after
@@ -19,6 +20,7 @@ __all__ = [
     "Agreement",
     "ScheduledStep",
     "is_compiled",
+    "modules_of",
     "reduce_after",
     "unknown_torch",
 ]

@@ -37,6 +37,7 @@ from lightning_remat.runtime._call import Call, shapes_of
 from lightning_remat.runtime._captures import Captures
 from lightning_remat.runtime._improving import Improving
 from lightning_remat.runtime._measuring import Measuring
+from lightning_remat.runtime._modules import has_lazy_parameters
 from lightning_remat.runtime._paths import Paths
 from lightning_remat.runtime._planning import Planning
 from lightning_remat.runtime._plans import Plans, fits_as_it_is
@@ -154,6 +155,7 @@ class ScheduledStep:
         )
         self._backend = Backend(function, step, accumulates, shared)
         self._captures = Captures(function, self._backend, self._call, self._reasons, dynamic_sources)
+        self._lazy = True  # its modules may have parameters that get their shapes in the first call
         self._checkpointed = False  # a checkpoint around the calls evaluates them again in the backward
         self.plans, self.runs, self.failures = self._plans.all, self._plans.runs, self._reasons.failures
 
@@ -181,6 +183,9 @@ class ScheduledStep:
         if not torch.is_grad_enabled() or self._reasons.gave_up or self._captures.turned_off():
             self.end_measured()
             return self.function(*args, **kwargs)
+        if self._lazy and has_lazy_parameters(self.function):  # their first numbers are drawn in this call
+            return self.function(*args, **kwargs)
+        self._lazy = False
         early = self._captures.early
         early.begin(args, kwargs)
         try:
