@@ -1,6 +1,8 @@
 """Rows that a mask of the batch chooses, while Dynamo traces: ``edge_index[:, source != target]``.
 
-The indices of the mask are computed before the step (see ``_early``), and the tensor is indexed by them.
+The indices of the mask are computed before the step (see ``_early``), and the tensor is indexed by them. So it is where rows
+are replaced by what has a gradient (``hidden[masked] = token``): the backward picks them out again. Where the mask is not known
+before the step, the graph breaks there.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from lightning_remat.capture._torch import (
     TensorVariable,
     TupleVariable,
     VariableTracker,
+    unimplemented,
 )
 
 
@@ -35,6 +38,15 @@ def rows_are_found(early: Early) -> Iterator[None]:
     def of_tensor(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name == "__getitem__" and len(args) == 1:
             args = [_as_indices(early, tx, args[0].realize())]
+        elif name == "__setitem__" and torch.is_grad_enabled() and _has_gradient(args[1].realize()):
+            args = [_as_indices(early, tx, args[0].realize()), args[1]]
+            if any(_is_mask(part) for part in _parts(args[0])):
+                unimplemented(
+                    gb_type="rows replaced by a tensor with a gradient",
+                    context=str(args),
+                    explanation="How many rows the mask chooses is not known before the step.",
+                    hints=[],
+                )
         return method(variable, tx, name, args, kwargs)
 
     BuiltinVariable.call_function = of_python  # type: ignore[assignment, method-assign]
@@ -50,24 +62,46 @@ def _as_indices(early: Early, tx: Any, index: Any) -> Any:
     """What a tensor is indexed by, with the indices of masks in their place."""
     if not early.traced(tx):
         return index
-    several = isinstance(index, BaseListVariable) and index.python_type() is tuple
     items, changed = [], False
-    for one in [part.realize() for part in index.items] if several else [index]:
+    for one in _parts(index):
         rows = _rows_of(early, tx, one) if one.is_tensor() else None
         items += [one] if rows is None else rows
         changed = changed or rows is not None
     if not changed:
         return index
-    return TupleVariable(items) if several or len(items) > 1 else items[0]
+    return TupleVariable(items) if _is_tuple(index) or len(items) > 1 else items[0]
+
+
+def _is_tuple(index: Any) -> bool:
+    return isinstance(index, BaseListVariable) and index.python_type() is tuple
+
+
+def _parts(index: Any) -> list[Any]:
+    return [part.realize() for part in index.items] if _is_tuple(index) else [index]
+
+
+def _example(variable: Any) -> torch.Tensor | None:
+    """The fake tensor of a variable; ``None`` where it is no tensor."""
+    found = variable.as_proxy().node.meta.get("example_value") if variable.is_tensor() else None
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _has_gradient(variable: Any) -> bool:
+    example = _example(variable)
+    return example is not None and example.requires_grad
+
+
+def _is_mask(variable: Any) -> bool:
+    example = _example(variable)
+    return example is not None and example.dtype == torch.bool and example.dim() > 0
 
 
 def _rows_of(early: Early, tx: Any, mask: Any) -> list[Any] | None:
-    example = mask.as_proxy().node.meta.get("example_value")
-    if not isinstance(example, torch.Tensor) or example.dtype != torch.bool or not example.dim():
+    if not _is_mask(mask):
         return None
     found = early.of_tensor(tx, mask, torch.Tensor.nonzero, "rows")
     if found is None:
         return None
     column = VariableTracker.build(tx, 1)
-    places = [VariableTracker.build(tx, i) for i in range(example.dim())]
+    places = [VariableTracker.build(tx, i) for i in range(found.as_proxy().node.meta["example_value"].shape[1])]
     return [found.call_method(tx, "select", [column, place], {}) for place in places]

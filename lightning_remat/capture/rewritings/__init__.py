@@ -27,6 +27,7 @@ from lightning_remat.capture.rewritings._convolutions import split_convolution_b
 from lightning_remat.capture.rewritings._detach import drop_detach
 from lightning_remat.capture.rewritings._dropout import split_dropout
 from lightning_remat.capture.rewritings._extrema import leave_zeros_beside_extrema
+from lightning_remat.capture.rewritings._filled import add_up_what_was_filled
 from lightning_remat.capture.rewritings._gaps import leave_gaps
 from lightning_remat.capture.rewritings._gradients import HandOver, hand_over_gradients
 from lightning_remat.capture.rewritings._losses import compact_losses
@@ -64,6 +65,7 @@ def in_order(num_fwd_outputs: int, hand_over: HandOver) -> tuple[Rewriting, ...]
         sizes_from_symbols,
         choose_gradients_of_products,
         leave_zeros_beside_extrema,
+        add_up_what_was_filled,
         split_dropout,
         split_convolution_backward,
         let_go_of_unread,  # of the two calls that a convolution's backward has become, one reads the shape only
