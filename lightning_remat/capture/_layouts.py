@@ -106,3 +106,15 @@ def with_narrow_gaps(shape: Sequence[Any], stride: Sequence[Any]) -> tuple[Any, 
         narrow[dim] = made
         expected, made = stride[dim] * shape[dim], made * shape[dim]
     return tuple(narrow) if gaps else None
+
+
+def lies_in_order(x: torch.Tensor) -> bool:
+    """Whether a tensor's elements follow one another, dimension by dimension; so do those of one that is not strided."""
+    return x.layout is not torch.strided or x.is_contiguous()
+
+
+def lies_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape and dtype have the same strides, wherever there is more than one element."""
+    if (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout):
+        return False
+    return all(n == 1 or a == b for n, a, b in zip(one.shape, one.stride(), other.stride(), strict=True))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightning_remat.capture._own_functions import draws
 from lightning_remat.capture._torch import OpOverload, real_tensors, run_below_autograd
 
 aten = torch.ops.aten
@@ -69,7 +70,9 @@ def is_elementwise(target: Any) -> bool:
 
 def is_random(target: Any) -> bool:
     """Whether the op draws random numbers."""
-    return target is dropout_mask or (isinstance(target, OpOverload) and _is_seeded(target))
+    if isinstance(target, OpOverload):
+        return _is_seeded(target)
+    return target is dropout_mask or draws(target)
 
 
 @functools.cache

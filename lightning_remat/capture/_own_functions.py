@@ -10,14 +10,28 @@ import torch.fx
 
 Node = torch.fx.Node
 
-_OVERWRITABLE = "overwritable"
+_OVERWRITABLE, _RANDOM = "overwritable", "random"
 
 
-def named(function: Callable[..., Any], name: str, overwritable: frozenset[int]) -> Callable[..., Any]:
-    """Give a function a name, and say over which of its arguments it may write its first result, where that is ``out``."""
+def named(
+    function: Callable[..., Any], name: str, overwritable: frozenset[int], *, random: bool = False
+) -> Callable[..., Any]:
+    """Give a function a name, and say what is known of it.
+
+    Args:
+        function: the function.
+        name: its name.
+        overwritable: over which of its arguments it may write its first result, where that is ``out``.
+        random: whether it draws random numbers.
+    """
     function.__name__ = function.__qualname__ = name
-    function.__dict__[_OVERWRITABLE] = overwritable
+    function.__dict__.update({_OVERWRITABLE: overwritable, _RANDOM: random})
     return function
+
+
+def draws(target: Any) -> bool:
+    """Whether a function draws random numbers."""
+    return bool(getattr(target, _RANDOM, False))
 
 
 def writes_over(target: Any, position: int) -> bool:

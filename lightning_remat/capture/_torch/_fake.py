@@ -123,21 +123,22 @@ def grouped_products() -> Iterator[None]:
 
 @contextlib.contextmanager
 def spaced_results() -> Iterator[None]:
-    """Trace what eager computes in place on rows of a wider tensor with gaps between the rows of its result.
+    """Trace what eager computes in place with the strides that its result keeps there.
 
-    It is for parts that are not known as views of the wider tensor: ``unsafe_chunk``, as ``nn.GRUCell`` uses it, gives
-    such. The traced op is not in place, and its fake result would be dense; eager's kernels go from row to row, and
-    compute the last elements of each, which do not fill a vector of the processor, in another way. With gaps between
-    its rows, however small, the result is computed and read as eager's is.
+    The traced op is not in place, and its fake result would be laid out anew:
+
+    * In order, where it lay transposed: ``masked_fill``, ``tril``, random numbers (see ``rewritings._in_place``).
+    * Dense, where it had gaps between rows of a wider tensor. That is for parts that are not known as views of the wider
+      tensor: ``unsafe_chunk``, as ``nn.GRUCell`` uses it, gives such. Eager's kernels go from row to row, and compute the
+      last elements of each, which do not fill a vector of the processor, in another way. With gaps between its rows,
+      however small, the result is computed and read as eager's is.
     """
     functional: Any = FunctionalTensorMode.__torch_dispatch__
     dispatch: Any = FakeTensorMode.dispatch
     wanted: list[tuple[str, tuple[Any, Any, torch.dtype]]] = []
 
     def observe(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not _writes_elements(func) or not isinstance(args[0], FunctionalTensor) or not args[0].is_base_tensor():
-            return functional(self, func, types, args, kwargs)
-        stride = with_narrow_gaps(args[0].shape, args[0].stride()) if args[0].device.type == "cpu" else None
+        stride = _kept_strides(func, args[0]) if _is_in_place(func) and isinstance(args[0], FunctionalTensor) else None
         if stride is None:
             return functional(self, func, types, args, kwargs)
         wanted.append((func._schema.name, (args[0].shape, stride, args[0].dtype)))
@@ -147,7 +148,9 @@ def spaced_results() -> Iterator[None]:
             wanted.clear()
 
     def spaced(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not wanted or not isinstance(func, OpOverload) or f"{func._schema.name}_" != wanted[0][0]:
+        if not wanted or not isinstance(func, OpOverload):
+            return dispatch(self, func, types, args, kwargs)
+        if f"{func._schema.name.removesuffix('_functional')}_" != wanted[0][0]:
             return dispatch(self, func, types, args, kwargs)
         shape, stride, dtype = wanted.pop()[1]
         result = dispatch(self, func, types, args, kwargs)
@@ -165,9 +168,21 @@ def spaced_results() -> Iterator[None]:
         FakeTensorMode.dispatch = dispatch  # type: ignore[method-assign]
 
 
-def _writes_elements(func: Any) -> bool:
-    """Whether an op computes its first argument's elements in place, from the elements of the others."""
-    if not isinstance(func, OpOverload) or torch.Tag.pointwise not in func.tags:
+def _is_in_place(func: Any) -> bool:
+    """Whether an op writes its result over its first argument."""
+    if not isinstance(func, OpOverload) or not func._schema.name.endswith("_") or not func._schema.arguments:
         return False
     first = func._schema.arguments[0].alias_info
-    return first is not None and first.is_write and func._schema.name.endswith("_")
+    return first is not None and first.is_write
+
+
+def _kept_strides(func: OpOverload, x: FunctionalTensor) -> tuple[Any, ...] | None:
+    """The strides with which an op in place is traced; ``None`` for those that the op not in place gives."""
+    elements = torch.Tag.pointwise in func.tags and x.device.type == "cpu" and x.is_base_tensor()
+    symbolic = any(type(n) is not int for n in (*x.shape, *x.stride()))
+    if x.layout is not torch.strided or (symbolic and not elements):
+        return None
+    narrow = with_narrow_gaps(x.shape, x.stride())
+    if narrow is not None:
+        return narrow if elements else None
+    return None if symbolic or x.is_contiguous() else x.stride()

@@ -30,6 +30,7 @@ from lightning_remat.capture.rewritings._extrema import leave_zeros_beside_extre
 from lightning_remat.capture.rewritings._filled import add_up_what_was_filled
 from lightning_remat.capture.rewritings._gaps import leave_gaps
 from lightning_remat.capture.rewritings._gradients import HandOver, hand_over_gradients
+from lightning_remat.capture.rewritings._in_place import leave_in_place
 from lightning_remat.capture.rewritings._losses import compact_losses
 from lightning_remat.capture.rewritings._lstm import keep_lstm_kernels
 from lightning_remat.capture.rewritings._overwritten import clone_overwritten_inputs
@@ -79,6 +80,7 @@ def in_order(num_fwd_outputs: int, hand_over: HandOver) -> tuple[Rewriting, ...]
         # After whatever makes ops read less (stand-ins, parts that are written, statistics), and after cuDNN's batch norm has
         # the name by which it is excepted: it copies what is overwritten for all the ops that still read it.
         functools.partial(clone_overwritten_inputs, num_fwd_outputs=num_fwd_outputs),
+        leave_in_place,
         leave_gaps,  # puts other functions, with more arguments, in the place of ops that those before look for, and copies
         # Last: where a gradient is handed over, the graph no longer returns it, and those before look at what it returns.
         functools.partial(hand_over_gradients, num_fwd_outputs=num_fwd_outputs, hand_over=hand_over),
