@@ -19,7 +19,13 @@ import torch
 import torch.fx
 
 from lightning_remat.capture._sums import several_of
-from lightning_remat.capture._torch import argument_of, enter_autocast, exit_autocast, sources_of_gradients
+from lightning_remat.capture._torch import (
+    argument_of,
+    enter_autocast,
+    exit_autocast,
+    runs_in_forward,
+    sources_of_gradients,
+)
 from lightning_remat.errors import CaptureError
 from lightning_remat.graph import ComputationGraph, Phase
 
@@ -96,6 +102,10 @@ def share_casts(graph: torch.fx.Graph, forward_outputs: int, autocast: Autocast)
         CaptureError: where a parameter is used several times and eager's way cannot be told from the graph.
     """
     cached, regions = autocast.cached, autocast.regions
+    if regions and any(map(runs_in_forward, graph.find_nodes(op="call_function", target=aten._trilinear.default))):
+        raise CaptureError(
+            "under autocast the kernel of bilinear layers calls products in low precision, as no captured op does"
+        )
     if not cached:
         return
     output = graph.output_node()

@@ -106,3 +106,22 @@ class Siamese(Classifier):
 
 def test_a_module_called_twice_in_a_mixed_precision_step():
     compare(Siamese, budget=0.5, precision="bf16-mixed")
+
+
+@pytest.mark.filterwarnings("ignore:.*could not be captured")
+@pytest.mark.parametrize("around", [contextlib.nullcontext, bf16])
+def test_bilinear_layers_run_as_before_under_autocast(around):
+    """Their kernel calls products by itself, in low precision there."""
+    torch.manual_seed(0)
+    layer, x = nn.Bilinear(8, 8, 4), torch.randn(6, 8)
+    step = rematerialize(lambda x: layer(x, x + 1).square().mean(), "min", cost_model="unit", solver="greedy")
+    gradients = []
+    for run in (step.original, step):
+        layer.zero_grad()
+        with around():
+            loss = run(x)
+        loss.backward()
+        gradients.append([loss.detach(), *(p.grad for p in layer.parameters())])
+    assert all(map(torch.equal, *gradients))
+    assert bool(step.plans) is (around is contextlib.nullcontext)
+    assert bool(step.plans) or "bilinear" in step.failures[0]
