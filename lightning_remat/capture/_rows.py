@@ -40,7 +40,7 @@ def rows_are_found(early: Early) -> Iterator[None]:
             args = [_as_indices(early, tx, args[0].realize())]
         elif name == "__setitem__" and torch.is_grad_enabled() and _has_gradient(args[1].realize()):
             args = [_as_indices(early, tx, args[0].realize()), args[1]]
-            if any(_is_mask(part) for part in _parts(args[0])):
+            if any(map(_mask_dims, _parts(args[0]))):
                 unimplemented(
                     gb_type="rows replaced by a tensor with a gradient",
                     context=str(args),
@@ -91,17 +91,17 @@ def _has_gradient(variable: Any) -> bool:
     return example is not None and example.requires_grad
 
 
-def _is_mask(variable: Any) -> bool:
+def _mask_dims(variable: Any) -> int:
+    """How many dimensions a mask has; 0 for anything else."""
     example = _example(variable)
-    return example is not None and example.dtype == torch.bool and example.dim() > 0
+    return example.dim() if example is not None and example.dtype == torch.bool else 0
 
 
 def _rows_of(early: Early, tx: Any, mask: Any) -> list[Any] | None:
-    if not _is_mask(mask):
-        return None
-    found = early.of_tensor(tx, mask, torch.Tensor.nonzero, "rows")
+    dims = _mask_dims(mask)
+    found = early.of_tensor(tx, mask, torch.Tensor.nonzero, "rows") if dims else None
     if found is None:
         return None
     column = VariableTracker.build(tx, 1)
-    places = [VariableTracker.build(tx, i) for i in range(found.as_proxy().node.meta["example_value"].shape[1])]
+    places = [VariableTracker.build(tx, i) for i in range(dims)]
     return [found.call_method(tx, "select", [column, place], {}) for place in places]

@@ -169,11 +169,11 @@ def spaced_results() -> Iterator[None]:
 
 
 def _is_in_place(func: Any) -> bool:
-    """Whether an op writes its result over its first argument."""
+    """Whether an op writes its result over its first argument, and leaves its strides as they are (``t_`` does not)."""
     if not isinstance(func, OpOverload) or not func._schema.name.endswith("_") or not func._schema.arguments:
         return False
     first = func._schema.arguments[0].alias_info
-    return first is not None and first.is_write
+    return first is not None and first.is_write and torch.Tag.inplace_view not in func.tags
 
 
 def _kept_strides(func: OpOverload, x: FunctionalTensor) -> tuple[Any, ...] | None:

@@ -100,8 +100,8 @@ NAMES = {
     "_native_batch_norm_legit.default _native_batch_norm_legit.no_stats "
     "_native_batch_norm_legit_functional.default _native_batch_norm_legit_no_training.default "
     "_pack_padded_sequence_backward.default _safe_softmax.default _softmax.default "
-    "_softmax_backward_data.default _to_copy.default _unsafe_index_put.default _unsafe_view.default add.Tensor._dispatch_cache "
-    "add.Tensor._op add.Tensor._op_dk add.Tensor._schema add.Tensor.py_kernels",
+    "_softmax_backward_data.default _to_copy.default _trilinear.default _unsafe_index_put.default _unsafe_view.default "
+    "add.Tensor._dispatch_cache add.Tensor._op add.Tensor._op_dk add.Tensor._schema add.Tensor.py_kernels",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
     "torch.utils._pytree": "tree_flatten tree_leaves tree_map tree_map_only tree_unflatten",
     "torch.utils._sympy.interp": "sympy_interp",

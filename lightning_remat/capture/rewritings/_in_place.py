@@ -50,7 +50,7 @@ def _in_place(target: Any) -> Callable[..., torch.Tensor] | None:
     def call(x: torch.Tensor, *args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
         return form(x.clone() if out is None else out, *args, **kwargs)  # type: ignore[no-any-return]
 
-    return named(call, str(target), frozenset([0]), random=_ops.is_random(target))
+    return named(call, str(form), frozenset([0]), random=_ops.is_random(target))
 
 
 def _lies_so_by_itself(node: Node, first: Node) -> bool:
