@@ -50,7 +50,8 @@ def _in_place(target: Any) -> Callable[..., torch.Tensor] | None:
     def call(x: torch.Tensor, *args: Any, out: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
         return form(x.clone() if out is None else out, *args, **kwargs)  # type: ignore[no-any-return]
 
-    return named(call, str(form), frozenset([0]), random=_ops.is_random(target))
+    random = _ops.is_random(target)  # one that is evaluated again draws into memory of its own
+    return named(call, str(form), frozenset() if random else frozenset([0]), random=random)
 
 
 def _lies_so_by_itself(node: Node, first: Node) -> bool:
