@@ -20,13 +20,17 @@ from benchmarks.gpu import alone as sharing
 sharing.FOLDER = Path(sys.argv[1])
 sharing.join()
 path = Path(sys.argv[2])
+def write(text):  # at once: it is read at any time
+    part = path.with_suffix(".part")
+    part.write_text(text)
+    part.replace(path)
 def count():
     for number in range(10**6):
-        path.write_text(f"{number} {sharing.lost_seconds()}")
+        write(f"{number} {sharing.lost_seconds()}")
         time.sleep(0.005)
 if sys.argv[3] == "dies":
     with sharing.alone():
-        path.write_text("0 0")
+        write("0 0")
         time.sleep(600)
 elif sys.argv[3] == "elsewhere":
     with sharing.elsewhere():
