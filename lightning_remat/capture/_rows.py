@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lightning_remat._replaced import replaced
 from lightning_remat.capture._early import Early
 from lightning_remat.capture._torch import (
     BaseListVariable,
@@ -29,6 +30,7 @@ from lightning_remat.capture._torch import (
 def rows_are_found(early: Early) -> Iterator[None]:
     """While Dynamo traces: masks that tensors are indexed by are found, and replaced by their indices."""
     builtin, method = BuiltinVariable.call_function, TensorVariable.call_method
+    set_item = TensorVariable.method___setitem__
 
     def of_python(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if variable.fn is operator.getitem and len(args) == 2 and args[0].is_tensor():
@@ -38,24 +40,27 @@ def rows_are_found(early: Early) -> Iterator[None]:
     def of_tensor(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name == "__getitem__" and len(args) == 1:
             args = [_as_indices(early, tx, args[0].realize())]
-        elif name == "__setitem__" and torch.is_grad_enabled() and _has_gradient(args[1].realize()):
-            args = [_as_indices(early, tx, args[0].realize()), args[1]]
-            if any(map(_mask_dims, _parts(args[0]))):
+        return method(variable, tx, name, args, kwargs)
+
+    def written(variable: Any, tx: Any, index: Any, value: Any) -> Any:
+        if torch.is_grad_enabled() and _has_gradient(value.realize()):
+            index = _as_indices(early, tx, index.realize())
+            if any(map(_mask_dims, _parts(index))):
                 unimplemented(
                     gb_type="rows replaced by a tensor with a gradient",
-                    context=str(args),
+                    context=str(index),
                     explanation="How many rows the mask chooses is not known before the step.",
                     hints=[],
                 )
-        return method(variable, tx, name, args, kwargs)
+        return set_item(variable, tx, index, value)
 
-    BuiltinVariable.call_function = of_python  # type: ignore[assignment, method-assign]
-    TensorVariable.call_method = of_tensor  # type: ignore[assignment, method-assign]
-    try:
+    replacements = (
+        (BuiltinVariable, "call_function", of_python),
+        (TensorVariable, "call_method", of_tensor),
+        (TensorVariable, "method___setitem__", written),
+    )
+    with replaced(replacements):
         yield
-    finally:
-        BuiltinVariable.call_function = builtin  # type: ignore[method-assign]
-        TensorVariable.call_method = method  # type: ignore[method-assign]
 
 
 def _as_indices(early: Early, tx: Any, index: Any) -> Any:
