@@ -54,7 +54,8 @@ def test_private_torch_lives_in_one_package() -> None:
     assert len(SOURCES) > 10
     found = {path: [one for one in private_names(text) if ".ops." not in one] for path, text in SOURCES.items()}
     inside = {path: found.pop(path) for path in SOURCES if path.startswith(TORCH_PACKAGE)}
-    assert [path for path, names in inside.items() if not names] == [VERSIONS], "nothing private in there"
+    bare = [path for path, names in inside.items() if not names and not path.endswith("/__init__.py")]
+    assert bare == [VERSIONS], "nothing private in there"
     found = {path: names for path, names in found.items() if names}
     assert not found, f"private torch belongs into {TORCH_PACKAGE}: {found}"
 

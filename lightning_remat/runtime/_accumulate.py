@@ -17,7 +17,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_remat.capture import _torch as internals
-from lightning_remat.capture._taken import Taken
+from lightning_remat.capture.gradients._taken import Taken
 
 RETURNED = -1
 """Way of a gradient that is returned to autograd (see `Accumulator.ways`)."""

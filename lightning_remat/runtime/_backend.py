@@ -25,16 +25,16 @@ from lightning_remat.capture import (
     stays,
 )
 from lightning_remat.capture import _torch as internals
-from lightning_remat.capture._autocast import cast_arguments, cast_often, share_casts
 from lightning_remat.capture._channels_last import ChannelsLast
 from lightning_remat.capture._checkpoints import checkpoints, refuse_other_second_evaluations
-from lightning_remat.capture._gradient_order import gradient_order, without_gradients
-from lightning_remat.capture._inference import refuse_inference_mode
 from lightning_remat.capture._nodes import gradient_arguments
-from lightning_remat.capture._ports import hands_on_views_alone, with_ports
-from lightning_remat.capture._shared_gradients import shared_gradients
-from lightning_remat.capture._stages import Stages, in_stages, stages_of
-from lightning_remat.capture._sums import (
+from lightning_remat.capture._tangents import Layouts
+from lightning_remat.capture.gradients._autocast import cast_arguments, cast_often, share_casts
+from lightning_remat.capture.gradients._order import gradient_order, without_gradients
+from lightning_remat.capture.gradients._ports import hands_on_views_alone, with_ports
+from lightning_remat.capture.gradients._shared import shared_gradients
+from lightning_remat.capture.gradients._stages import Stages, in_stages, stages_of
+from lightning_remat.capture.gradients._sums import (
     Sums,
     differentiable_views,
     mark_sums,
@@ -42,9 +42,9 @@ from lightning_remat.capture._sums import (
     refuse_written_views,
     split_sums,
 )
-from lightning_remat.capture._tangents import Layouts
 from lightning_remat.capture.packed._joint import AddedElsewhereError, add_inside_layers, as_in_eager_mode
 from lightning_remat.capture.rewritings import HandOver
+from lightning_remat.capture.tracing._inference import refuse_inference_mode
 from lightning_remat.errors import CaptureError, GraphError, RematError, ScheduleError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.lowering import lower, without_tangents

@@ -18,17 +18,17 @@ import torch
 import torch.fx
 
 from lightning_remat.capture import _torch as internals
-from lightning_remat.capture._buffers import buffers_are_known
-from lightning_remat.capture._compiled import compiled_stays, is_compiled, name_of
-from lightning_remat.capture._constants import constants_are_known
 from lightning_remat.capture._cut import CODES, Cut, UnitChangedError, calls_units, name_as
-from lightning_remat.capture._early import Early
-from lightning_remat.capture._hook_order import hooks_in_order
-from lightning_remat.capture._masks import masks_as_in_eager_mode
-from lightning_remat.capture._messages import messages_stay
-from lightning_remat.capture._numpy import numpy_as_constants
-from lightning_remat.capture._rows import rows_are_found
 from lightning_remat.capture.packed._tracing import packed_sequences
+from lightning_remat.capture.tracing._buffers import buffers_are_known
+from lightning_remat.capture.tracing._compiled import compiled_stays, is_compiled, name_of
+from lightning_remat.capture.tracing._constants import constants_are_known
+from lightning_remat.capture.tracing._early import Early
+from lightning_remat.capture.tracing._hook_order import hooks_in_order
+from lightning_remat.capture.tracing._masks import masks_as_in_eager_mode
+from lightning_remat.capture.tracing._messages import messages_stay
+from lightning_remat.capture.tracing._numpy import numpy_as_constants
+from lightning_remat.capture.tracing._rows import rows_are_found
 from lightning_remat.runtime._call import Call, Shapes, alike_but_for_sizes, varying
 from lightning_remat.runtime._graph import Graph
 from lightning_remat.runtime._reasons import Reasons

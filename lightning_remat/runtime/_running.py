@@ -11,12 +11,12 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_remat.capture import _torch as internals
-from lightning_remat.capture._autocast import Casts, casts_in_backward, is_cast_for_each_use, shares_casts
-from lightning_remat.capture._ports import Ports
-from lightning_remat.capture._stages import StagedBackward, Stages
-from lightning_remat.capture._sums import HandedOut, Sums, adds_elsewhere
-from lightning_remat.capture._taken import Taken
 from lightning_remat.capture._tangents import Given
+from lightning_remat.capture.gradients._autocast import Casts, casts_in_backward, is_cast_for_each_use, shares_casts
+from lightning_remat.capture.gradients._ports import Ports
+from lightning_remat.capture.gradients._stages import StagedBackward, Stages
+from lightning_remat.capture.gradients._sums import HandedOut, Sums, adds_elsewhere
+from lightning_remat.capture.gradients._taken import Taken
 from lightning_remat.planner._plan import Plan
 from lightning_remat.runtime._call import Call
 from lightning_remat.runtime._graph import Graph
@@ -93,14 +93,14 @@ class Runner:
         sums: the gradients whose summands autograd adds up.
         order: positions of arguments in the order in which eager mode has their gradients; none where that is of no
             consequence.
-        shared: positions of arguments whose gradients share memory (see ``capture._shared_gradients``).
+        shared: positions of arguments whose gradients share memory (see ``capture.gradients._shared``).
         stages: of its backward, where gradients leave that while it runs.
         without: positions of arguments that get no gradient.
         casts: positions of arguments that eager mode casts once under one autocast region, whatever uses them.
         computed: positions of arguments that are cast several times, each with whether the capture took it for a
             computed tensor or a view: eager mode casts these for each use, and a leaf of autograd's graph once.
-        views: positions of the outputs that have a port (see ``capture._ports``), an extra output that Dynamo does not
-            expect.
+        views: positions of the outputs that have a port (see ``capture.gradients._ports``), an extra output that Dynamo does
+            not expect.
     """
 
     def __init__(

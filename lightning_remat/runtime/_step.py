@@ -24,7 +24,7 @@ import torch.fx
 from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.capture import _torch as internals
 from lightning_remat.capture._nodes import module_path, target_name
-from lightning_remat.capture._taken import Taken
+from lightning_remat.capture.gradients._taken import Taken
 from lightning_remat.errors import InfeasibleBudgetError
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._late import with_late_gradients

@@ -18,7 +18,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from benchmarks.networks import build
 from lightning_remat import rematerialize
 from lightning_remat.capture._torch import _aot
-from lightning_remat.capture._torch._alike import Forms, OverwrittenError, alike_ops
+from lightning_remat.capture._torch.alike._ops import Forms, OverwrittenError, alike_ops
 from lightning_remat.runtime import _backend
 from tests.helpers.nets import check, inputs, net
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from benchmarks.networks import build
 from lightning_remat import rematerialize
 from lightning_remat.capture._torch import _alike_calls
-from lightning_remat.capture._torch._alike_copies import Copy
+from lightning_remat.capture._torch.alike._copies import Copy
 from tests.capture.test_alike import Enough
 from tests.helpers.alike_blocks import Block, blocks, body, called, check_deeply, powered, unlike, watched, whole
 from tests.helpers.nets import captured_whole, check, inputs, same

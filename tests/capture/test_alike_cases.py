@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from lightning_remat.capture._torch._alike import Forms, OverwrittenError
+from lightning_remat.capture._torch.alike._ops import Forms, OverwrittenError
 from tests.capture.test_alike import step_of, traces
 from tests.helpers.nets import check, inputs, net
 

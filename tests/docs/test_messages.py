@@ -18,7 +18,7 @@ MADE_ELSEWHERE = {
     "callbacks/remat.py": ("nothing can be planned on torch …", "a step of … took …"),
     "lightning_remat/runtime/_plain_step.py": ("nothing can be planned on torch …",),
     "lightning_remat/solvers/portfolio/_auto.py": ("…: what it found breaks a rule, …",),
-    "lightning_remat/capture/_messages.py": (),  # the user's own warnings
+    "lightning_remat/capture/tracing/_messages.py": (),  # the user's own warnings
 }
 """Files whose warnings have no words of their own in the call, and the beginnings of their entries."""
 

@@ -17,8 +17,8 @@ from torch._guards import Source, TracingContext
 from lightning_remat import rematerialize
 from lightning_remat.capture import _torch as internals
 from lightning_remat.capture._torch import _aot
-from lightning_remat.capture._torch._alike_copies import Copy
 from lightning_remat.capture._torch._guards import source_name
+from lightning_remat.capture._torch.alike._copies import Copy
 from lightning_remat.runtime import _backend
 from tests.capture.test_alike import Enough, described_nodes
 from tests.helpers.nets import inputs, loss_of, net, same

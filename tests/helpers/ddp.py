@@ -27,7 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.utils.data import DataLoader
 
 from lightning_remat.callbacks import RematCallback, distributed, training_step
-from lightning_remat.capture._stages import StagedBackward, Stages
+from lightning_remat.capture.gradients._stages import StagedBackward, Stages
 from lightning_remat.planner import _make
 from lightning_remat.runtime import _backend
 from lightning_remat.solvers import solve

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from lightning_remat.capture._stages import StagedBackward
 from lightning_remat.capture._torch import Exchange
+from lightning_remat.capture.gradients._stages import StagedBackward
 
 
 @contextmanager

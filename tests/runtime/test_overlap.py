@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_remat.capture._stages import FIRST_BYTES, MOST_BYTES, MOST_STAGES, in_stages, stages_of
 from lightning_remat.capture._torch import boxed
+from lightning_remat.capture.gradients._stages import FIRST_BYTES, MOST_BYTES, MOST_STAGES, in_stages, stages_of
 from tests.runtime.test_distributed import run, start
 
 OVERLAPPED = [

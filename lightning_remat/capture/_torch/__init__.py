@@ -17,7 +17,6 @@ if TYPE_CHECKING or not unknown_torch():
     from torch._ops import HigherOrderOperator, OpOverload
     from torch._subclasses.fake_tensor import FakeTensor
 
-    from lightning_remat.capture._torch._alike_calls import alike_modules
     from lightning_remat.capture._torch._allocator import allocator_settings, set_allocator_settings
     from lightning_remat.capture._torch._aot import Frame
     from lightning_remat.capture._torch._autocast import (
@@ -125,6 +124,7 @@ if TYPE_CHECKING or not unknown_torch():
         reconstruct_as,
         reconstruct_copy,
     )
+    from lightning_remat.capture._torch.alike._calls import alike_modules
 
 __all__ = [
     "COMPILED_CALL",

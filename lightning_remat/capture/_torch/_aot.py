@@ -32,7 +32,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_remat._replaced import replaced
 from lightning_remat.capture._regions import inline_regions
 from lightning_remat.capture._tangents import Layouts
-from lightning_remat.capture._torch._alike import alike_ops
 from lightning_remat.capture._torch._decompositions import whole_ops
 from lightning_remat.capture._torch._descriptors import output_of
 from lightning_remat.capture._torch._exchange import Exchange
@@ -43,6 +42,7 @@ from lightning_remat.capture._torch._loggers import unprinted
 from lightning_remat.capture._torch._midway import set_back, sets_more
 from lightning_remat.capture._torch._running import Modules, boxed, unwritten
 from lightning_remat.capture._torch._tracing import tracing
+from lightning_remat.capture._torch.alike._ops import alike_ops
 
 Partition = Callable[..., Modules]
 

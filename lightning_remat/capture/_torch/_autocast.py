@@ -1,9 +1,9 @@
 """Regions of autocast, and inference mode, as a captured graph holds them.
 
 * ``_enter_autocast``, ``_exit_autocast``: the calls by which a graph of Dynamo's has a region (see
-  ``capture._autocast``).
+  ``capture.gradients._autocast``).
 * ``_DisableAutocast``: autocast is off where AOTAutograd runs what it has captured under autocast.
-* ``_enter_inference_mode``: torch before 2.13 cannot capture it (see ``capture._inference``).
+* ``_enter_inference_mode``: torch before 2.13 cannot capture it (see ``capture.tracing._inference``).
 """
 
 from __future__ import annotations

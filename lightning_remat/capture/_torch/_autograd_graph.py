@@ -48,7 +48,7 @@ def on_backward(
             not zeros), shapes and strides of the gradients of the others, by position, the gradients from ``ported``,
             and the node of autograd's graph.
         ported: called when the backward begins: gradients that autograd does not hand over, by position (see
-            ``capture._ports``).
+            ``capture.gradients._ports``).
     """
     nodes: dict[Any, list[tuple[int, int]]] = {}
     computed = [value for value in inputs if isinstance(value, torch.Tensor) and value.grad_fn is not None]

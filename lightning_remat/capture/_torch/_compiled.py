@@ -1,4 +1,4 @@
-"""Marks that ``torch.compile`` leaves on functions and modules, by which ``capture._compiled`` recognizes them."""
+"""Marks that ``torch.compile`` leaves on functions and modules, by which ``capture.tracing._compiled`` recognizes them."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Recorder(Protocol):
 
 
 class Staged(Protocol):
-    """Runs a backward in stages (see ``capture._stages``)."""
+    """Runs a backward in stages (see ``capture.gradients._stages``)."""
 
     def begin(self, running: Any, dropped: Collection[int], done: Callable[[], None] | None) -> list[Any]:
         """The gradients of the first stage, and ``None`` for the others."""
@@ -131,12 +131,12 @@ class Exchange:
             them.
         without: makes a backward with such tangents left out.
         summands: see `Modules`.
-        opens: whether the sums of the next backward are taken apart (see ``capture._sums``).
+        opens: whether the sums of the next backward are taken apart (see ``capture.gradients._sums``).
         opened: makes a backward that does so.
         summed: what that returns: by the position of a gradient, the positions of its other summands.
         taken: called by the next backward with the summands that it returns beyond its gradients.
         ported: tangents of the next backward that autograd gives zeros for, by their positions among its arguments,
-            counted from the end (see ``capture._ports``).
+            counted from the end (see ``capture.gradients._ports``).
         done: called when the next backward has run.
         staged: runs the next backward in stages; ``None`` where it runs as a whole.
         in_stages: makes a backward that does so.

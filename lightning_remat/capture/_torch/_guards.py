@@ -1,7 +1,7 @@
 """Dynamo's sources (where it finds what a step is given), and its guards on them, which are checked before each step.
 
 ``_get_closure_vars`` gives the names that guards use; by them the value that a source names is found in a later call
-(see ``capture._early``).
+(see ``capture.tracing._early``).
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ class Modules:
         forward: returns ``returned`` outputs, then the saved tensors, then ``sizes`` saved sizes.
         backward: takes the saved sizes, the saved tensors and the tangents.
         returned, sizes: their numbers.
-        summands: how many of the backward's last outputs are summands of gradients before them (see ``capture._sums``).
+        summands: how many of the backward's last outputs are summands of gradients before them (see
+            ``capture.gradients._sums``).
         copies: whether tensors are copied to the host and back.
     """
 
@@ -73,7 +74,7 @@ class Runner:
         without: for a backward: the same without some tangents (see `Exchange.unread`).
         laid_out: likewise, for tangents of other layouts (see `Exchange.arrive`).
         opened: likewise, with its sums taken apart (see `Exchange.opens`).
-        in_stages: the same as a generator (see ``capture._stages``).
+        in_stages: the same as a generator (see ``capture.gradients._stages``).
     """
 
     def __init__(self, module: torch.fx.GraphModule) -> None:

@@ -1,10 +1,10 @@
 """Dynamo's variables, which stand for what a step handles while it is traced: their classes, and new ones.
 
 * Those for Python's built-ins and NumPy's functions, and the handlers of comparisons: what is made of constants is a
-  constant (see ``capture._numpy`` and ``capture._constants``).
-* Those for loggers and for functions that Dynamo ignores: what a step says is said (see ``capture._messages``).
+  constant (see ``capture.tracing._numpy`` and ``capture.tracing._constants``).
+* Those for loggers and for functions that Dynamo ignores: what a step says is said (see ``capture.tracing._messages``).
 * ``TensorVariable``, by which it calls a tensor's methods, and ``TorchInGraphFunctionVariable``: for the values of a
-  mask (see ``capture._masks``).
+  mask (see ``capture.tracing._masks``).
 """
 
 from __future__ import annotations

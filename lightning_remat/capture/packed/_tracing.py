@@ -5,8 +5,9 @@
 * ``batch_sizes[0]``, which torch's layers and `pad_packed` ask for, is the number of sequences, a size;
 * torch's recurrent layers, where they are given a packed sequence, become `_stand_ins.recurrent_layers`.
 
-``batch_sizes`` is computed from the lengths before the step (see ``_early``), or given to it in a packed sequence. Where
-neither is so, the sequence is left alone, as it is off the CPU and under autocast, which casts weights once for all times.
+``batch_sizes`` is computed from the lengths before the step (see ``tracing._early``), or given to it in a packed sequence.
+Where neither is so, the sequence is left alone, as it is off the CPU and under autocast, which casts weights once for all
+times.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import Any
 import torch
 from torch.nn.utils import rnn
 
-from lightning_remat.capture._early import Early
 from lightning_remat.capture._torch import (
     BaseListVariable,
     BuiltinVariable,
@@ -34,6 +34,7 @@ from lightning_remat.capture._torch import (
 )
 from lightning_remat.capture.packed import _stand_ins
 from lightning_remat.capture.packed._ops import KINDS
+from lightning_remat.capture.tracing._early import Early
 
 _ASKING = {torch.nn.modules.rnn.__file__, _stand_ins.__file__}
 """Files of code that asks ``batch_sizes[0]`` for the number of sequences."""

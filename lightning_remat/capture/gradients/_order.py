@@ -16,8 +16,8 @@ from torch.fx import Node
 
 from lightning_remat.capture._nodes import producer
 from lightning_remat.capture._ops import is_view
-from lightning_remat.capture._sums import forward_ops
 from lightning_remat.capture._torch import argument_of
+from lightning_remat.capture.gradients._sums import forward_ops
 
 
 def gradient_order(graph: torch.fx.Graph, num_fwd_outputs: int) -> tuple[int, ...]:

@@ -21,7 +21,6 @@ import torch
 import torch.fx
 from torch.fx import Node
 
-from lightning_remat.capture._shared_gradients import handed_in
 from lightning_remat.capture._torch import (
     OpOverload,
     argument_of,
@@ -32,6 +31,7 @@ from lightning_remat.capture._torch import (
     sources_of_gradients,
     unwritten,
 )
+from lightning_remat.capture.gradients._shared import handed_in
 from lightning_remat.capture.packed._joint import AddedElsewhereError, is_layers_gradient
 from lightning_remat.errors import CaptureError
 
@@ -373,7 +373,7 @@ class HandedOut:
             order: positions of arguments in the order in which autograd is to go on with their gradients.
             without: positions of arguments that get no gradient: autograd does not come to parameters among them, nor to their
                 hooks.
-            shared: positions of those whose gradients share memory (see ``_shared_gradients``).
+            shared: positions of those whose gradients share memory (see ``_shared``).
         """
         given = list(args)
         for argument in without:

@@ -1,6 +1,6 @@
 """Warnings, logging calls and prints in a step: they neither break its graph nor get lost.
 
-Each becomes an op without results in the graph, in its place among those that have effects (see ``_effects``), and says
+Each becomes an op without results in the graph, in its place among those that have effects (see ``capture._effects``), and says
 once a step what eager mode says: the same words, of the values at that moment, attributed to the same line of code. A
 call that says nothing when the step is captured, because of its logger's level, is left out. Where the words need more
 than constants, sizes and tensors (an object of the user's, a tensor whose text names its ``grad_fn``), the call is left

@@ -23,7 +23,8 @@ from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Guard, Source, TracingContext
 
-from lightning_remat.capture._torch._alike_reads import (
+from lightning_remat.capture._torch._guards import source_name
+from lightning_remat.capture._torch.alike._reads import (
     At,
     Pairs,
     Places,
@@ -33,8 +34,7 @@ from lightning_remat.capture._torch._alike_reads import (
     is_as_it_was,
     or_unlike,
 )
-from lightning_remat.capture._torch._alike_trace import Trace
-from lightning_remat.capture._torch._guards import source_name
+from lightning_remat.capture._torch.alike._trace import Trace
 
 Node = torch.fx.Node
 

@@ -4,7 +4,7 @@ A captured backward is one node of autograd's graph, which returns all gradients
 `DistributedDataParallel` begin to reduce them. So it runs in **stages**: it stops where the gradients of a stage are there,
 and goes on when autograd has passed these on. The node itself runs the first stage, a node behind it the second, and so
 on; each is the source of the gradients of its own parameters. Stages follow eager mode's order of gradients, and so does
-what autograd comes to in a stage (see ``_gradient_order``): buckets are those of eager mode.
+what autograd comes to in a stage (see ``_order``): buckets are those of eager mode.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch.fx
 from torch.fx import Node
 
 from lightning_remat.capture import _torch as internals
-from lightning_remat.capture._shared_gradients import handed_in, is_view, may_lie_in, source_of
-from lightning_remat.capture._taken import Taken
+from lightning_remat.capture.gradients._shared import handed_in, is_view, may_lie_in, source_of
+from lightning_remat.capture.gradients._taken import Taken
 
 FIRST_BYTES = 1024 * 1024
 """Bytes of the gradients of the first stage, and the least of each further one: DDP's first bucket is of this size."""
@@ -145,7 +145,7 @@ class StagedBackward:
     Args:
         stages: the gradients of each.
         taken: told which gradients autograd has, and knows which it has already.
-        shared: positions of the arguments whose gradients share memory (see ``_shared_gradients``).
+        shared: positions of the arguments whose gradients share memory (see ``_shared``).
     """
 
     def __init__(self, stages: Stages, taken: Taken, shared: Collection[int] = ()) -> None:

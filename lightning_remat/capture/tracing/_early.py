@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from lightning_remat.capture._masks import value_of
 from lightning_remat.capture._torch import (
     Source,
     build_attribute,
@@ -28,6 +27,7 @@ from lightning_remat.capture._torch import (
     real_tensors,
     source_name,
 )
+from lightning_remat.capture.tracing._masks import value_of
 
 Found = Callable[[Any], torch.Tensor]
 """Computes a tensor from a value that is given to a step, or from ``None`` where it depends on none."""

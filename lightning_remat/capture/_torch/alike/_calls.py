@@ -1,7 +1,7 @@
 """Calls of modules that Dynamo traces once, and that are copied where a module is called that is alike.
 
 A deep network calls many modules that are alike, and Dynamo goes through the Python of each, instruction by instruction. What
-it makes of a call depends on what it reads meanwhile (see `_alike_reads`), on the arguments, and on what surrounds the call.
+it makes of a call depends on what it reads meanwhile (see `_reads`), on the arguments, and on what surrounds the call.
 Where all of that is alike, the nodes of the first call are copied for the next, with the module's own parameters, and the
 guards are installed that the module would have got. A call that writes to anything but tensors, that asks for a tensor's value,
 or in which anything is not understood is traced as ever.
@@ -38,8 +38,9 @@ from torch._guards import Guard, GuardsSet, TracingContext
 from torch._ops import HigherOrderOperator
 
 from lightning_remat._replaced import replaced
-from lightning_remat.capture._torch._alike_copies import Call, Copy, path, realized
-from lightning_remat.capture._torch._alike_reads import (
+from lightning_remat.capture._torch._guards import values_asked
+from lightning_remat.capture._torch.alike._copies import Call, Copy, path, realized
+from lightning_remat.capture._torch.alike._reads import (
     Places,
     Read,
     UnlikeError,
@@ -49,8 +50,7 @@ from lightning_remat.capture._torch._alike_reads import (
     lies,
     or_unlike,
 )
-from lightning_remat.capture._torch._alike_trace import Trace
-from lightning_remat.capture._torch._guards import values_asked
+from lightning_remat.capture._torch.alike._trace import Trace
 
 Node = torch.fx.Node
 

@@ -14,8 +14,8 @@ from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutatio
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._guards import Guard
 
-from lightning_remat.capture._torch._alike_reads import Read
 from lightning_remat.capture._torch._guards import source_name
+from lightning_remat.capture._torch.alike._reads import Read
 
 
 class Trace:

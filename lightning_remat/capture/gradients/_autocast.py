@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.fx
 
-from lightning_remat.capture._sums import several_of
 from lightning_remat.capture._torch import (
     argument_of,
     enter_autocast,
@@ -26,6 +25,7 @@ from lightning_remat.capture._torch import (
     runs_in_forward,
     sources_of_gradients,
 )
+from lightning_remat.capture.gradients._sums import several_of
 from lightning_remat.errors import CaptureError
 from lightning_remat.graph import ComputationGraph, Phase
 

@@ -29,8 +29,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental import proxy_tensor
 
-from lightning_remat.capture._torch._alike_early import EarlyForms
-from lightning_remat.capture._torch._alike_keys import (
+from lightning_remat.capture._torch.alike._early import EarlyForms
+from lightning_remat.capture._torch.alike._keys import (
     Keys,
     Known,
     Memory,

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from lightning_remat.capture._masks import value_of
 from lightning_remat.capture._torch import (
     BuiltinVariable,
     GetAttrVariable,
@@ -23,6 +22,7 @@ from lightning_remat.capture._torch import (
     VariableTracker,
     real_tensors,
 )
+from lightning_remat.capture.tracing._masks import value_of
 
 _READ = {"item", "tolist"}
 _NUMBERS: set[Any] = {bool, float, int}

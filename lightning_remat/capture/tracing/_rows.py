@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from lightning_remat._replaced import replaced
-from lightning_remat.capture._early import Early
 from lightning_remat.capture._torch import (
     BaseListVariable,
     BuiltinVariable,
@@ -24,6 +23,7 @@ from lightning_remat.capture._torch import (
     VariableTracker,
     unimplemented,
 )
+from lightning_remat.capture.tracing._early import Early
 
 
 @contextlib.contextmanager

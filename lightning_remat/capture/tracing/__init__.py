@@ -1,0 +1,10 @@
+"""What is replaced in Dynamo while it traces a step, so that it captures what it would leave to Python, or traces otherwise.
+
+* Answered while the step is captured: ``_buffers`` that are assigned, ``_constants``, ``_numpy`` on plain numbers, and what
+  is asked of ``_masks``.
+* Computed before the step, as its sizes depend on values (``_early``): the ``_rows`` that a mask chooses.
+* Run as eager mode runs them: what the user has ``_compiled``, hooks in their order (``_hook_order``), ``_messages``.
+* Refused on releases of torch that cannot capture it: ``_inference`` mode.
+
+Each has a context in which it holds; `runtime` enters them around a capture.
+"""
