@@ -350,6 +350,8 @@ class _Reader:
             value, made = value[0], items[0]
         if not isinstance(value, torch.Tensor) or not outputs:
             return ()
+        if not _overwriting.rounds_over(node, value):
+            return ()
         sources = [n for n in node.all_input_nodes if n in self.node_tensor]
         if _overwriting.reads_rows(node.target) and not all(self.specs.of(n.meta["val"]).contiguous for n in sources):
             return ()

@@ -62,6 +62,20 @@ def overwriting(target: Any, position: int, device: str = "cpu") -> Form | None:
     return None
 
 
+def rounds_over(node: torch.fx.Node, made: torch.Tensor) -> bool:
+    """Whether an op's kernel rounds a result such as ``made`` alike on memory of its own and over an input.
+
+    Products of complex numbers are compiled twice for the CPU, for memory that overlaps and for memory that does not, in which
+    their parts are rounded otherwise.
+    """
+    if not isinstance(node.target, OpOverload) or not (made.is_complex() and made.device.type == "cpu"):
+        return True
+    return node.target in _WITHOUT_PRODUCTS and node.kwargs.get("alpha", 1) == 1
+
+
+_WITHOUT_PRODUCTS = {aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.where.self, aten.masked_fill.Scalar}
+
+
 def has_form(target: Any) -> bool:
     """Whether the op may have a form that overwrites an input: ``overwriting`` returns ``None`` for any other."""
     return not isinstance(target, OpOverload) or _may_write(target)

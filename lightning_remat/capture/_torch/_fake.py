@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_remat.capture._layouts import real_layout, with_narrow_gaps
 from lightning_remat.capture._torch._loggers import silent_loggers
+from lightning_remat.errors import CaptureError
 
 
 @contextlib.contextmanager
@@ -138,6 +139,11 @@ def spaced_results() -> Iterator[None]:
     wanted: list[tuple[str, tuple[Any, Any, torch.dtype]]] = []
 
     def observe(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _is_in_place(func) and isinstance(args[0], FunctionalTensor) and _rounds_otherwise(func, args, kwargs or {}):
+            raise CaptureError(
+                f"{func._schema.name} writes over complex numbers on the CPU, where eager mode's kernel rounds otherwise "
+                "than it does elsewhere: compute a new tensor instead (z = z * w)"
+            )
         stride = _kept_strides(func, args[0]) if _is_in_place(func) and isinstance(args[0], FunctionalTensor) else None
         if stride is None:
             return functional(self, func, types, args, kwargs)
@@ -174,6 +180,29 @@ def _is_in_place(func: Any) -> bool:
         return False
     first = func._schema.arguments[0].alias_info
     return first is not None and first.is_write and torch.Tag.inplace_view not in func.tags
+
+
+_WITHOUT_PRODUCTS = {torch.ops.aten.add_.Tensor, torch.ops.aten.sub_.Tensor, torch.ops.aten.copy_.default}
+
+
+def _rounds_otherwise(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a kernel in place may have other bits than the op that functionalization puts in its place.
+
+    Products of complex numbers are compiled for the CPU twice, for memory that overlaps and for memory that does not.
+    """
+    tensors = [one for one in args if isinstance(one, torch.Tensor)]
+    first = tensors[0]
+    if (
+        len(tensors) == 1
+        or not first.is_complex()
+        or first.device.type != "cpu"
+        or torch.Tag.pointwise not in func.tags
+    ):
+        return False
+    if func in _WITHOUT_PRODUCTS:
+        return bool(kwargs.get("alpha", 1) != 1)
+    vectors = all(one.dtype == first.dtype and one.shape == first.shape and one.is_contiguous() for one in tensors)
+    return not (func is torch.ops.aten.mul_.Tensor and vectors)
 
 
 def _kept_strides(func: OpOverload, x: FunctionalTensor) -> tuple[Any, ...] | None:

@@ -86,6 +86,9 @@ def is_rounded(node: torch.fx.Node) -> bool:
         return True
     if not isinstance(node.target, OpOverload):
         return False
+    values = [one.meta.get("val") for one in (node, *node.all_input_nodes)]
+    if any(isinstance(value, torch.Tensor) and value.is_complex() for value in values):
+        return False  # a product's parts are rounded several times
     name = node.target._schema.name.removeprefix("aten::")
     if name == "pow":
         return bool(node.args[1] == 2)
