@@ -70,7 +70,7 @@ def rounds_over(node: torch.fx.Node, made: torch.Tensor) -> bool:
     """
     if not isinstance(node.target, OpOverload) or not (made.is_complex() and made.device.type == "cpu"):
         return True
-    return node.target in _WITHOUT_PRODUCTS and node.kwargs.get("alpha", 1) == 1
+    return node.target in _WITHOUT_PRODUCTS and bool(node.kwargs.get("alpha", 1) == 1)
 
 
 _WITHOUT_PRODUCTS = {aten.add.Tensor, aten.sub.Tensor, aten.neg.default, aten.where.self, aten.masked_fill.Scalar}

@@ -2,7 +2,7 @@
 
 AOTAutograd decomposes some ops (``upsample_bilinear2d``, ``lstm``), by their ``py_kernels``, although no decompositions
 of them are asked for; the decomposed op has other bits and another speed than eager's. They are kept whole, cuDNN's
-batch norm as ``_batch_norm_with_update`` (see `calls_cudnn`).
+batch norm as ``_batch_norm_with_update`` (see `calls_cudnn`). Others are composed as in eager mode (``_composed``).
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 from torch._ops import OpOverload
+
+from lightning_remat.capture._torch._composed import composed_as_in_eager
 
 # Ops whose Python decompositions stay. The batch norms' kernels overwrite the running statistics without saying so, which
 # a functional graph cannot hold; `dropout` becomes `native_dropout`, which the capture knows how to split.
@@ -106,6 +108,7 @@ def whole_ops(symbolic: bool = False) -> Iterator[None]:
 
     removed: list[tuple[OpOverload, DispatchKey, Any]] = []
     ops = _unasked_decompositions(symbolic)
+    composed = composed_as_in_eager(symbolic)
     try:
         for op in ops:
             for key in _COMPOSITE_KEYS:
@@ -116,11 +119,17 @@ def whole_ops(symbolic: bool = False) -> Iterator[None]:
             vec.py_kernels[DispatchKey.CompositeImplicitAutograd] = functools.partial(_upsample, op)
             vec._dispatch_cache.clear()
         torch.ops.aten.cudnn_batch_norm.default.py_kernels[DispatchKey.Autograd] = _cudnn_batch_norm
+        for op, kernel in composed.items():
+            op.py_kernels[DispatchKey.CompositeImplicitAutograd] = kernel
+            op._dispatch_cache.clear()
         layer = torch.ops.aten.mkldnn_rnn_layer.default
         layer.py_kernels[DispatchKey.Autograd] = functools.partial(_lstm_layer, layer)
         layer._dispatch_cache.clear()
         yield
     finally:
+        for op in composed:
+            op.py_kernels.pop(DispatchKey.CompositeImplicitAutograd, None)
+            op._dispatch_cache.clear()
         torch.ops.aten.mkldnn_rnn_layer.default.py_kernels.pop(DispatchKey.Autograd, None)
         torch.ops.aten.mkldnn_rnn_layer.default._dispatch_cache.clear()
         for vec, _ in _upsamplings():

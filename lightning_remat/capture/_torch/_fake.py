@@ -142,7 +142,7 @@ def spaced_results() -> Iterator[None]:
         if _is_in_place(func) and isinstance(args[0], FunctionalTensor) and _rounds_otherwise(func, args, kwargs or {}):
             raise CaptureError(
                 f"{func._schema.name} writes over complex numbers on the CPU, where eager mode's kernel rounds otherwise "
-                "than it does elsewhere: compute a new tensor instead (z = z * w)"
+                "than it does elsewhere: a step of one's own computes a new tensor instead (z = z * w)"
             )
         stride = _kept_strides(func, args[0]) if _is_in_place(func) and isinstance(args[0], FunctionalTensor) else None
         if stride is None:
@@ -192,12 +192,9 @@ def _rounds_otherwise(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str
     """
     tensors = [one for one in args if isinstance(one, torch.Tensor)]
     first = tensors[0]
-    if (
-        len(tensors) == 1
-        or not first.is_complex()
-        or first.device.type != "cpu"
-        or torch.Tag.pointwise not in func.tags
-    ):
+    if len(tensors) == 1 or not first.is_complex() or first.device.type != "cpu":
+        return False
+    if torch.Tag.pointwise not in func.tags and func is not torch.ops.aten.addr_.default:
         return False
     if func in _WITHOUT_PRODUCTS:
         return bool(kwargs.get("alpha", 1) != 1)
