@@ -16,6 +16,7 @@ from torch import nn
 
 from lightning_remat._disk import cache_directory
 from lightning_remat._rematerialize import rematerialize
+from lightning_remat._settings import setting
 from lightning_remat._version import __version__
 from lightning_remat.budget import device_bytes
 from lightning_remat.capture import _torch as internals
@@ -98,14 +99,14 @@ def _devices(device: torch.device) -> Iterator[Finding]:
         yield Finding("CUDA", "this torch finds no CUDA device", wrong=True)
     settings = internals.allocator_settings() if not internals.unknown_torch() else "not known"
     yield Finding("allocator", settings or "torch's own settings")
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    cudnn = torch.backends.cudnn
     flags = {
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", "not set"),
         "cudnn.deterministic": cudnn.deterministic,
         "cudnn.benchmark": cudnn.benchmark,
-        "TF32 in products": matmul.allow_tf32,
-        "TF32 in convolutions": cudnn.allow_tf32,
+        "products of float32": setting("backends.cuda.matmul.fp32_precision"),
+        "convolutions of float32": setting("backends.cudnn.conv.fp32_precision"),
     }
     yield Finding("determinism", ", ".join(f"{name} {value}" for name, value in flags.items()))
 

@@ -74,6 +74,11 @@ def tells(node: Node) -> bool:
     return not known and (tied or acts(node))
 
 
+def says(node: Node) -> bool:
+    """Whether an op is a message: a warning, a logging call or a print (see ``tracing._messages``)."""
+    return node.target is PRINT or node.target is torch.ops.lightning_remat.say.default
+
+
 def has_effects(node: Node) -> bool:
     """Whether an op has an effect, or may have one: it runs once, in its place among those that do so or draw numbers."""
     return node.op == "call_function" and (bool(node.meta.get("remat_acts")) or stays(node.target))

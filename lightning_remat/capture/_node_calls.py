@@ -12,6 +12,7 @@ from lightning_remat.capture import _ops
 from lightning_remat.capture._call import OpCall, Source, TensorSpec
 from lightning_remat.capture._nodes import is_tensor, producer
 from lightning_remat.capture._sizes import Sizes
+from lightning_remat.capture.rewritings._filled import sum_of_chosen
 from lightning_remat.capture.rewritings._unread import stand_in
 
 Node = torch.fx.Node
@@ -53,7 +54,9 @@ class NodeCalls:
         target: Callable[..., Any] = node.target  # type: ignore[assignment]
         args = tuple([self._plain(one, read) for one in node.args])
         kwargs = {name: self._plain(one, read) for name, one in node.kwargs.items()}
-        call = self._found[node] = OpCall(target, args, kwargs, outputs, self._sources(read))
+        # The more a mask chooses the more memory that takes: one that is made up chooses all.
+        sources = self._sources(read) if target is not sum_of_chosen else ()
+        call = self._found[node] = OpCall(target, args, kwargs, outputs, sources)
         return call
 
     def _plain(self, value: Any, read: list[Node]) -> Any:

@@ -35,6 +35,10 @@ _ROWWISE: dict[Any, int] = {
 may write over."""
 
 
+_READ_AFTERWARDS = {(aten.binary_cross_entropy_backward.default, 3)}
+"""Inputs that a kernel reads once more when it has written its result (weights), by the op and their positions."""
+
+
 def overwriting(target: Any, position: int, device: str = "cpu") -> Form | None:
     """The form of an op that writes its (first) result over an input, with bits equal to the op's own.
 
@@ -57,7 +61,7 @@ def overwriting(target: Any, position: int, device: str = "cpu") -> Form | None:
         return (target, "out") if position == 0 else None
     if target in _ROWWISE:
         return _written_to(target, False) if device == "cpu" and 0 <= position < _ROWWISE[target] else None
-    if is_elementwise(target):
+    if is_elementwise(target) and (target, position) not in _READ_AFTERWARDS:
         return _written_to(target, position == 0)
     return None
 

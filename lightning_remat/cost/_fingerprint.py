@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from lightning_remat._settings import setting
 from lightning_remat._version import __version__
 
 _GENERAL = (
@@ -78,18 +79,9 @@ def fingerprint(device: torch.device) -> dict[str, str]:
         "device": torch.cuda.get_device_name(device) if on_cuda else cpu_name(),
         "torch": str(torch.__version__),
         "lightning_remat": __version__,
-        **{path: _setting(path) for path in settings},
+        **{path: setting(path) for path in settings},
         **{name: os.environ.get(name, "") for name in variables},
     }
-
-
-def _setting(path: str) -> str:
-    """A setting of torch, by its dotted name; the error's name where torch does not have it or refuses to read it."""
-    try:
-        value = functools.reduce(getattr, path.split("."), torch)
-        return str(value() if callable(value) else value)
-    except (AttributeError, RuntimeError) as error:
-        return type(error).__name__
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import os
 
 import torch
 
+from lightning_remat._settings import setting
 from lightning_remat.exactness._trace import Cause, FirstDifference
 
 DETERMINISTIC = (
@@ -72,8 +73,18 @@ class Settings:
             workspace="CUBLAS_WORKSPACE_CONFIG" in os.environ,
             cudnn_attention=torch.backends.cuda.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]
             benchmark=torch.backends.cudnn.benchmark,
-            tf32=torch.get_float32_matmul_precision() != "highest" or torch.backends.cudnn.allow_tf32,
+            tf32=any(setting(path) in values for path, values in _TF32.items()),
         )
+
+
+_TF32 = {
+    "get_float32_matmul_precision": ("high", "medium"),
+    "backends.cudnn.allow_tf32": ("True",),
+    "backends.cuda.matmul.fp32_precision": ("tf32",),
+    "backends.cudnn.conv.fp32_precision": ("tf32",),
+    "backends.cudnn.rnn.fp32_precision": ("tf32",),
+}
+"""By which settings torch computes in TF32. The first two are not to be read where the others were set."""
 
 
 def advice(first: FirstDifference | None, repeats: bool, settings: Settings) -> tuple[str, ...]:

@@ -386,7 +386,7 @@ class _Handed:
             accumulator=self._reading.accumulator,
             whole=self._whole,
         )
-        exchange.recorder = self._step.recordings.recorder(captured, self._reading.accumulator)
+        exchange.recorder = self._step.recordings.recorder(captured, self._reading.accumulator, planned.buffers)
         self._step.call.captured.append(number)
         with internals.real_tensors():
             plans.tell(plans.all[number])

@@ -72,6 +72,11 @@ class MovingBuffers:
         """Bytes that are copied and that the plan has no room for."""
         return max(0, sum(self._bytes.values()) - self.planned_bytes)
 
+    @property
+    def moving(self) -> Collection[int]:
+        """Positions of the arguments that are copied in every run."""
+        return self._bytes.keys()
+
     def watched(self) -> int:
         """A plan's first runs are over: returns the bytes of copies that were planned for these runs alone."""
         copied = sum(self._bytes.values())

@@ -17,12 +17,15 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_remat._settings import setting
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.capture import _torch as internals
+from lightning_remat.capture._effects import says, tells
 from lightning_remat.errors import RematWarning
 from lightning_remat.graph import TensorRole
 from lightning_remat.runtime._accumulate import Accumulator, Homes
 from lightning_remat.runtime._copies import copied_out, layout, memory_like
+from lightning_remat.runtime._moving import MovingBuffers
 from lightning_remat.runtime._recent import Recent
 
 Run = Callable[[list[Any]], Any]
@@ -33,6 +36,16 @@ WARM_UP = 2
 
 MOST_ATTEMPTS = 4
 """How often a forward is recorded to no avail, since its backward could not be, before it is left."""
+
+_SETTINGS = (
+    "backends.cudnn.conv.fp32_precision",
+    "backends.cudnn.rnn.fp32_precision",
+    "backends.cuda.matmul.fp32_precision",
+    "backends.cudnn.benchmark",
+    "backends.cudnn.deterministic",
+    "backends.cudnn.enabled",
+)
+"""What decides which kernels run, of what no new capture follows from."""
 
 MOST = 16
 """Recorded forwards of a captured graph, one for each plan and set of strides."""
@@ -146,14 +159,20 @@ class Recordings:
         """Whether there is a graph that is recorded, or will be."""
         return bool(self._recorders)
 
-    def recorder(self, captured: CapturedGraph, accumulator: Accumulator | None) -> Recorder | None:
+    def recorder(
+        self, captured: CapturedGraph, accumulator: Accumulator | None, buffers: MovingBuffers
+    ) -> Recorder | None:
         """What runs a captured graph recorded; ``None`` where nothing records."""
         device = captured.device
         if not self._wanted or device.type not in TAPES:
             return None
+        reason = _unrecordable(captured)
+        if reason is not None:
+            self.told(reason)
+            return None
         if device not in self._tapes:
             self._tapes[device] = TAPES[device.type](device)
-        made = Recorder(self, self._tapes[device], device, _fixed(captured), accumulator)
+        made = Recorder(self, self._tapes[device], captured, accumulator, buffers)
         self._recorders.append(made)
         return made
 
@@ -205,9 +224,9 @@ class Recorder:
     Args:
         shared: of the step.
         tapes: records.
-        device: where the graph runs.
-        fixed: positions of the forward's arguments that are expected where they were: parameters and buffers.
+        captured: the graph.
         accumulator: see `Accumulator`; ``None`` where gradients are returned to autograd.
+        buffers: those that are copied for each run.
 
     Attributes:
         serial: number of the call whose forward was replayed last; 0 where the last one was not.
@@ -217,12 +236,14 @@ class Recorder:
         self,
         shared: Recordings,
         tapes: Tapes,
-        device: torch.device,
-        fixed: frozenset[int],
+        captured: CapturedGraph,
         accumulator: Accumulator | None,
+        buffers: MovingBuffers,
     ) -> None:
-        self._shared, self._tapes, self._device = shared, tapes, device
-        self._fixed, self._accumulator = fixed, accumulator
+        self._shared, self._tapes, self._device = shared, tapes, captured.device
+        self._accumulator, self._buffers = accumulator, buffers
+        self._arguments, self._held = captured.arguments, _held(captured)
+        self._written = frozenset(captured.primals.index(one) for one in captured.updated.values())
         self._forwards: Recent[Hashable, _Known] = Recent(MOST)
         self._backwards: Recent[Hashable, _Known] = Recent(MOST)
         self._recorded: dict[Hashable, _Recorded] = {}
@@ -259,8 +280,10 @@ class Recorder:
         elif recorded is not None:
             for i, memory in recorded.copied.items():
                 memory.copy_(args[i])
+            written = self._to_write(args, recorded.copied)
             args.clear()
             recorded.tape.replay(())
+            _write(written)
             self.serial = self._shared.begun(recorded)
             return [*copied_out(recorded.returned, recorded.fixed), *recorded.saved]
         known = _known(self._forwards, key)
@@ -279,36 +302,50 @@ class Recorder:
         copied = {
             i: memory_like(one).copy_(one)
             for i, one in enumerate(args)
-            if isinstance(one, torch.Tensor) and i not in self._fixed
+            if isinstance(one, torch.Tensor) and not self._is_fixed(i)
         }
         given = [copied.get(i, one) for i, one in enumerate(args)]
+        written = self._to_write(args, copied)
         args.clear()
         try:
-            outputs, tape = self._tapes.record(run, list(given), known.noted)
+            found, tape = self._tapes.record(run, list(given), known.noted)
         except Exception as error:  # noqa: BLE001 - whatever torch raises: nothing was computed, and it runs as before
             self._leave(error)
-            return run(given)  # type: ignore[no-any-return]
-        kept = self._unowned(outputs, given)
+            outputs: Sequence[Any] = run(given)
+            _write(written)
+            return outputs
+        _write(written)
+        kept = self._unowned(found, given)
         fixed = frozenset(id(one) for i, one in enumerate(given) if i not in copied)
-        elsewhere = _elsewhere(known.outputs[returned:], outputs[returned:])
+        elsewhere = _elsewhere(known.outputs[returned:], found[returned:])
         recorded = _Recorded(tape, given, copied, fixed, kept[:returned], kept[returned:], elsewhere)
         self._recorded[key] = recorded
         self.serial = recorded.call = self._shared.begun(recorded)
-        return [*copied_out(outputs[:returned], fixed), *outputs[returned:]]
+        return [*copied_out(found[:returned], fixed), *found[returned:]]
+
+    def _is_fixed(self, position: int) -> bool:
+        """Whether an argument of the forward is expected where it was: parameters, and buffers but those that are copied."""
+        return position in self._held and self._arguments[position] not in self._buffers.moving
+
+    def _to_write(
+        self, args: Sequence[Any], copied: dict[int, torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Arguments that the forward writes to, of those that are copied, each with its copy."""
+        return [(args[i], copied[i]) for i in self._written if i in copied]
 
     def _forward_key(self, version: int, args: Sequence[Any]) -> Hashable:
         """What a recorded forward has in common with a call; ``None`` for a call in which none is replayed."""
         if self._shared.waits or self._attempts == MOST_ATTEMPTS:
             return None
-        cudnn = torch.backends.cudnn  # of what decides which kernels run, what no new capture follows from
-        found: list[Hashable] = [version, cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic, cudnn.enabled]
+        found: list[Hashable] = [version, *map(setting, _SETTINGS)]
         for i, one in enumerate(args):
             if not isinstance(one, torch.Tensor):
                 found.append(one)
             elif not self._is_here(one):
+                self._shared.told(f"it is given a tensor that is on the device {one.device}, and not on {self._device}")
                 return None
             else:
-                found.append(one.data_ptr() if i in self._fixed else layout(one))
+                found.append(one.data_ptr() if self._is_fixed(i) else layout(one))
         return None if None in found else tuple(found)
 
     # -- backward -----------------------------------------------------------------------------------------------------
@@ -465,7 +502,29 @@ def _as_unrecorded(recorded: _Recorded, args: list[Any]) -> list[Any]:
     return args
 
 
-def _fixed(captured: CapturedGraph) -> frozenset[int]:
+def _write(written: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Write to arguments what the forward has written to their copies."""
+    with torch.no_grad():
+        for argument, copy in written:
+            argument.copy_(copy)
+
+
+def _unrecordable(captured: CapturedGraph) -> str | None:
+    """Why a graph would do otherwise when it is replayed, where nothing but its kernels would run; ``None`` if it would not."""
+    device = captured.device.type
+    for op, node in zip(captured.graph.ops, captured.nodes, strict=True):
+        if node is None:
+            continue
+        if says(node) or tells(node):
+            return f"{op.name} does something beside its result, which it would do no more in a recorded step"
+        value = node.meta.get("val")
+        first = value[0] if isinstance(value, (tuple, list)) and value else value
+        if op.random and isinstance(first, torch.Tensor) and first.device.type != device:
+            return f"{op.name} draws random numbers on the device {first.device}, and would draw the same ones in each step"
+    return None
+
+
+def _held(captured: CapturedGraph) -> frozenset[int]:
     """Positions of a graph's arguments that are no part of a batch."""
     tensors = captured.graph.tensors
     return frozenset(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from lightning_remat import rematerialize
 from lightning_remat.capture import TensorSpec, _overwriting
@@ -58,6 +61,7 @@ CALLS = [
     (aten.mse_loss_backward.default, (ONE, X, Y, 1)),
     (aten.smooth_l1_loss_backward.default, (ONE, X, Y, 1, 0.5)),
     (aten.binary_cross_entropy_backward.default, (ONE, Y / 2, Y / 3, None, 1)),
+    (aten.binary_cross_entropy_backward.default, (ONE, Y / 2, Y / 3, Y + 0.1, 1)),
     (aten._softmax.default, (X, 1, False)),
     (aten._log_softmax.default, (X, 0, False)),
     (aten._softmax_backward_data.default, (X, Y, 1, torch.float32)),
@@ -375,3 +379,28 @@ def test_over_the_input_where_the_gradient_goes_two_ways(channels_last):
     steps = [s for s in step.plan.schedule.steps if isinstance(s, Compute) and s.over >= 0]
     norms = [(step.plan.graph.ops[s.op], s.over) for s in steps]
     assert {op.inputs.index(over) for op, over in norms if op.target == "batch_norm_backward"} == {0, 1}
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.4, "min"])
+def test_a_weight_that_a_kernel_reads_once_more_is_not_written_over(budget):
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(16, 256)
+
+        def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+            hidden = self.layer(x)
+            with torch.no_grad():
+                weight = (target * 0.5).exp()
+            loss = functional.binary_cross_entropy(hidden.sigmoid(), target, weight=weight)
+            return loss + sum(functional.gelu(hidden * k).square().mean() for k in range(3))
+
+    torch.manual_seed(0)
+    eager = Weighted()
+    module = copy.deepcopy(eager)
+    step = rematerialize(module, budget=budget, cost_model="flops", time_limit=1.0, tiling="off")
+    x, target = torch.randn(512, 16), torch.rand(512, 256)
+    for call in (eager, step):
+        call(x, target).backward()
+    assert_same([p.grad for p in module.parameters()], [p.grad for p in eager.parameters()])
+    assert step.plan.rematerializes and not step.failures

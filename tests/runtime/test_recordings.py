@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import types
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from torch.nn import functional
 
 from lightning_remat import RematConfig, Rematerialized, rematerialize
 from lightning_remat.errors import ConfigError, RematWarning
+from lightning_remat.exactness._advice import Settings
 from lightning_remat.exactness._bits import same_bits
 from lightning_remat.runtime import _copies, _recordings
 from lightning_remat.runtime._recordings import WARM_UP, Recorder
@@ -329,3 +333,111 @@ def test_tokens_and_tied_weights(tapes: list[FakeTapes]) -> None:
     assert all(map(same_bits, trained(module, step, data), trained(eager, eager, data)))
     assert_same(module, eager)
     assert min(replays(tapes)) >= 3
+
+
+def normalized(x: torch.Tensor, mean: torch.Tensor, var: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Writes to all but its first argument."""
+    count.add_(1)
+    return functional.batch_norm(x, mean, var, training=True).tanh().square().mean()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("closure", [False, True])
+def test_what_is_written_to_arguments_is_written_back(tapes: list[FakeTapes], closure: bool, fails: bool) -> None:
+    layer = nn.Linear(16, 16)
+    found = []
+    for planned in (False, True):
+        state = torch.zeros(16), torch.ones(16), torch.zeros((), dtype=torch.long)
+
+        def function(x: torch.Tensor, *given: torch.Tensor, state: tuple[torch.Tensor, ...] = state) -> torch.Tensor:
+            return normalized(layer(x), *(given or state))
+
+        step: Any = function
+        if planned:
+            step = rematerialize(function, "min", time_limit=0.5, cost_model="flops", cuda_graphs=True)
+            FakeTapes.fails = RuntimeError("no room") if fails else None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RematWarning)
+            for batch in batches(3 * UNRECORDED):
+                step(batch, *(() if closure else state)).backward()
+        found.append(state)
+    assert all(map(same_bits, *found))
+    assert (min(replays(tapes)) >= UNRECORDED) if not fails else not tapes[0].tapes
+
+
+def test_a_buffer_that_moves_is_copied_and_the_step_replayed(tapes: list[FakeTapes]) -> None:
+    class Queue(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+            self.register_buffer("queue", torch.randn(16, 256))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            keys = nn.functional.normalize(self.queue, dim=0)
+            return (self.layers(x).tanh() @ keys).log_softmax(1).square().mean()
+
+    eager, module, step = pair(Queue)
+    for number, batch in enumerate(batches(8 * UNRECORDED)):
+        for one, call in ((eager, eager), (module, step)):
+            loss = call(batch)
+            with torch.no_grad():
+                one.queue.copy_(torch.randn(16, 256, generator=torch.Generator().manual_seed(number)))
+            one.zero_grad()
+            loss.backward()
+        assert_same(module, eager)
+    assert min(replays(tapes)) >= 3 * UNRECORDED
+
+
+def test_messages_are_said_in_each_step(tapes: list[FakeTapes], capsys: pytest.CaptureFixture[str]) -> None:
+    class Says(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            print("one step")
+            return super().forward(x)
+
+    _, _, step = pair(Says)
+    data = batches(3 * UNRECORDED)
+    with pytest.warns(RematWarning, match="does something beside its result"):
+        step(data[0]).backward()
+    for batch in data[1:]:
+        step(batch).backward()
+    assert capsys.readouterr().out.count("one step") == 3 * UNRECORDED
+    assert not replays(tapes)
+
+
+def test_random_numbers_of_another_device_are_drawn_in_each_step() -> None:
+    """Here the graph is said to be of another device than its dropout."""
+    _, _, step = pair()
+    step(batches(1)[0])
+    assert step.scheduled is not None
+    captured: Any = step.scheduled._plans.graphs[0].captured
+    assert _recordings._unrecordable(captured) is None
+    other = types.SimpleNamespace(graph=captured.graph, nodes=captured.nodes, device=torch.device("cuda"))
+    assert "draws random numbers on the device cpu" in str(_recordings._unrecordable(other))  # type: ignore[arg-type]
+
+
+def test_tf32_in_its_new_form(tapes: list[FakeTapes]) -> None:
+    """``torch.backends.cudnn.allow_tf32`` is not to be read then."""
+    eager, module, step = pair()
+    data = batches(3 * UNRECORDED)
+    before = torch.backends.cudnn.conv.fp32_precision
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    try:
+        assert all(map(same_bits, trained(module, step, data), trained(eager, eager, data)))
+        assert isinstance(Settings.now(cuda=False).tf32, bool)
+    finally:
+        torch.backends.cudnn.conv.fp32_precision = before
+    assert min(replays(tapes)) >= UNRECORDED
+
+
+def test_a_tensor_that_lies_elsewhere_is_told_of(tapes: list[FakeTapes], monkeypatch: pytest.MonkeyPatch) -> None:
+    here = _recordings.Recorder._is_here
+    monkeypatch.setattr(_recordings.Recorder, "_is_here", lambda self, one: one.dim() > 0 and here(self, one))
+    layer = nn.Linear(16, 16)
+    step = rematerialize(
+        lambda x, factor: (layer(x) * factor).tanh().square().mean(), 1.0, cost_model="flops", cuda_graphs=True
+    )
+    with pytest.warns(RematWarning, match="it is given a tensor"):
+        step(batches(1)[0], torch.tensor(2.0)).backward()
+    for batch in batches(2 * UNRECORDED):
+        step(batch, torch.tensor(2.0)).backward()
+    assert not replays(tapes)

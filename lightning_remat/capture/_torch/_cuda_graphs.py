@@ -160,6 +160,9 @@ class CudaTapes:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = (
+            None  # torch's own is of the device on which anything was recorded first
+        )
         self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
 
     @contextlib.contextmanager
@@ -193,12 +196,14 @@ class CudaTapes:
             graph.register_generator_state(own)
         if not self._tapes:  # the pool is gone with its last graph
             self._pool = torch.cuda.graph_pool_handle()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         safe = generator.clone_state()
         _clear_workspaces()  # or there would be one more of each
         try:
             with (
                 torch.cuda.stream(torch.cuda.current_stream(self._device)),  # goes back to it, whatever is raised
-                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
                 _source(taping),
             ):
                 found = run(args)

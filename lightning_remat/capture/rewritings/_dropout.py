@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 def split_dropout(graph: torch.fx.Graph) -> None:
-    """Make mask, noise and product of each dropout that drops on the CPU."""
+    """Make mask, noise and product of each dropout that drops on the CPU; of one that drops all, a product on any device."""
     symbols = symbols_among(graph)
     alike: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
     for node in list(graph.nodes):
@@ -30,10 +30,12 @@ def split_dropout(graph: torch.fx.Graph) -> None:
             continue
         x, p, train = node.args
         value = x.meta["val"]
-        if value.device.type != "cpu" or train is False:
+        if train is False:
             continue
         if p == 1:
             _drop_all(graph, node)
+            continue
+        if value.device.type != "cpu":
             continue
         if id(value) not in alike:  # many a node has the same
             layout = torch.empty_like(value, dtype=torch.bool)
