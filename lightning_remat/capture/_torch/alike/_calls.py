@@ -350,6 +350,13 @@ def alike_modules() -> Iterator[None]:
         _HERE.calls = before
 
 
+def _calls_of(output: Any) -> Calls:
+    """What is noted of a graph: from its first call of a module on, or the first write that comes before."""
+    if _HERE.calls is None or _HERE.calls.output is not output:  # Dynamo may have begun again
+        _HERE.calls = Calls(output, _HERE.calls is not None and _HERE.calls.off)
+    return _HERE.calls
+
+
 def _replacements() -> Iterator[tuple[Any, str, Any]]:
     """Of the functions of torch's that are watched, the class, the name, and what is called in their place."""
     call, build = UnspecializedNNModuleVariable.call_function, VariableBuilder.__call__
@@ -357,9 +364,9 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     mutation, store = SideEffects.mutation, SideEffects.store_attr
 
     def called(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if _HERE.calls is None or _HERE.calls.output is not tx.output:  # Dynamo may have begun again
-            _HERE.calls = Calls(tx.output, _HERE.calls is not None and _HERE.calls.off)
-        return _HERE.calls.call(functools.partial(call, variable, tx, args, kwargs), variable, tx, args, kwargs)
+        return _calls_of(tx.output).call(
+            functools.partial(call, variable, tx, args, kwargs), variable, tx, args, kwargs
+        )
 
     def built(builder: Any, value: Any) -> Any:
         if _HERE.calls is None:
@@ -384,13 +391,13 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
         name_as(variable, name)
 
     def written(effects: Any, variable: Any) -> None:
-        if _HERE.calls is not None:
-            _HERE.calls.writes.note(variable)
+        if (output := effects.output_graph_weakref()) is not None:
+            _calls_of(output).writes.note(variable)
         mutation(effects, variable)
 
     def stored(effects: Any, variable: Any, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if _HERE.calls is not None:
-            _HERE.calls.writes.note(variable, value)
+        if (output := effects.output_graph_weakref()) is not None:
+            _calls_of(output).writes.note(variable, value)
         store(effects, variable, name, value, *args, **kwargs)
 
     yield UnspecializedNNModuleVariable, "call_function", called

@@ -100,6 +100,8 @@ class Copy:
         self._trace, self._known, self._tx, self._given = trace, known, tx, given
         if known.module is variable.value or known.writes != trace.writes.number:
             raise UnlikeError
+        if trace.writes.are_in(known.module) or trace.writes.are_in(variable.value):
+            raise UnlikeError
         self.name = path(variable)
         self._at = At(known.places, variable.source, variable.value)
         self._pairs = Pairs()

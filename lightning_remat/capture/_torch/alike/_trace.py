@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
+import torch
 import torch.fx
 from torch._dynamo.guards import _get_closure_vars
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting, VariableTracker
@@ -16,6 +18,12 @@ from torch._guards import Guard
 
 from lightning_remat.capture._torch._guards import source_name
 from lightning_remat.capture._torch.alike._reads import Read
+
+_MOST_HELD = 10_000
+"""Objects that are looked at in a module."""
+
+_LEAVES = (torch.Tensor, int, float, complex, str, bytes, type(None), type, types.FunctionType, types.ModuleType)
+"""What holds nothing that a step writes to but by another way."""
 
 
 class Trace:
@@ -85,6 +93,27 @@ class Writes:
             self.lost = True
         else:
             self._objects[id(found)] = found
+
+    def are_in(self, module: torch.nn.Module) -> bool:
+        """Whether anything was written to that a module holds, as far as it is found: Dynamo reads that of its own notes."""
+        if not self._objects:
+            return False
+        seen: dict[int, Any] = {}
+        left: list[Any] = [module]
+        while left:
+            value = left.pop()
+            if id(value) in seen or isinstance(value, _LEAVES):
+                continue
+            if self.are_to(value) or len(seen) == _MOST_HELD:
+                return True
+            seen[id(value)] = value
+            if isinstance(value, dict):
+                left += value.values()
+            elif isinstance(value, (list, tuple, set, frozenset)):
+                left += value
+            else:
+                left += getattr(value, "__dict__", {}).values()
+        return False
 
     def are_to(self, value: Any) -> bool:
         """Whether an object was written to that was there before."""
