@@ -76,6 +76,7 @@ class Captures:
         dynamic_sources: Callable[[], str],
     ) -> None:
         self._packing = True
+        self._uncaptured = internals.Uncaptured()
         self._units = internals.UnitCalls(lambda: len(call.ran))
         self._runs: list[Callable[..., Any]] = []  # the graphs that were captured
         self._cuts: list[Callable[[], Callable[..., Any]]] = []
@@ -118,7 +119,10 @@ class Captures:
 
     def _compiled_for(self, function: Callable[..., Any], symbolic: bool) -> Callable[..., Any]:
         backend, around = self._backends[symbolic], functools.partial(self._tracing, symbolic=symbolic)
-        return internals.compile_frame(function, backend, around, self._left_codes, CODES, self._units.waits, symbolic)
+        waits = self._units.waits
+        return internals.compile_frame(
+            function, backend, around, self._left_codes, CODES, waits, symbolic, self._uncaptured
+        )
 
     def _hand_over(self, module: torch.fx.GraphModule, inputs: Sequence[Any], symbolic: bool) -> Callable[..., Any]:
         self._units.note(self._code, module)
@@ -175,6 +179,16 @@ class Captures:
     def called(self) -> None:
         """A call is over."""
         self._units.forget_hooks()
+        if self._uncaptured.returned() and not self._call.ran:
+            self._reasons.failed(
+                "for some shapes nothing could be captured, though it was for others: with those it runs as before, and what "
+                "it holds then is outside of the plans; TORCH_LOGS=graph_breaks says more"
+            )
+
+    def raised(self) -> None:
+        """A call has raised an error."""
+        self._uncaptured.raised()
+        self._uncaptured.returned()
 
     def known_static(self, shapes: Shapes) -> None:
         """Calls of these shapes are captured on their own."""

@@ -224,6 +224,9 @@ class ScheduledStep:
                 result = compiled(*args, **kwargs)
         except Stop as stop:
             raise stop.error from stop.error.__cause__
+        except BaseException:
+            self._captures.raised()
+            raise
         finally:
             self._captures.called()
         early = self._captures.early.tensors

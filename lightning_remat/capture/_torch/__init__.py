@@ -63,6 +63,7 @@ if TYPE_CHECKING or not unknown_torch():
     )
     from lightning_remat.capture._torch._floats import VaryingFloats, floats_as_constants, sizes_from_floats
     from lightning_remat.capture._torch._frames import (
+        Uncaptured,
         capture_failures,
         compile_frame,
         ends_function,
@@ -161,6 +162,7 @@ __all__ = [
     "TorchInGraphFunctionVariable",
     "TupleVariable",
     "Unavailable",
+    "Uncaptured",
     "Uncompiled",
     "UnitCalls",
     "UnspecializedNNModuleVariable",

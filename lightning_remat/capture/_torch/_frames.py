@@ -40,6 +40,7 @@ def compile_frame(
     through: Container[types.CodeType] = (),
     again: Callable[[], bool] = bool,
     symbolic: bool = False,
+    uncaptured: Uncaptured | None = None,
 ) -> Callable[..., Any]:
     """``function`` captured by Dynamo: for each set of shapes, or with symbols for the sizes that vary (see `varying`).
 
@@ -52,11 +53,12 @@ def compile_frame(
         through: code of frames that are not captured, though what they call is.
         again: asked when a frame could not be captured: whether it is to be tried again the next time.
         symbolic: whether sizes may be symbols.
+        uncaptured: notes what could not be captured.
     """
     context: Any = torch._dynamo.optimize(backend=backend, dynamic=None if symbolic else False)
     if not hasattr(context, "callback"):  # turned off
         return function
-    context.callback = _Capture(context.callback, around, left, through, again)
+    context.callback = _Capture(context.callback, around, left, through, again, uncaptured or Uncaptured())
     compiled: Callable[..., Any] = context(function)
     return compiled
 
@@ -69,6 +71,43 @@ def turned_off() -> str:
         return "TORCH_COMPILE_DISABLE=1, or torch._dynamo.config.disable"
     stance = eval_frame._stance.stance
     return "" if stance == "default" else f'torch.compiler.set_stance("{stance}")'
+
+
+_MOST_FAILURES = 16
+"""How often a frame is tried again that was captured before, for other shapes."""
+
+
+class Uncaptured:
+    """Frames that could not be captured. Dynamo skips their code from then on, also where it has captured it before.
+
+    Attributes:
+        captured: code that was captured.
+    """
+
+    def __init__(self) -> None:
+        self.captured: set[types.CodeType] = set()
+        self._failures: Counter[types.CodeType] = Counter()
+        self._now: set[types.CodeType] = set()
+
+    def is_skipped(self, code: types.CodeType) -> bool:
+        """Called for a frame that could not be captured: whether its code is skipped from now on, whatever it is given."""
+        self._failures[code] += 1
+        self._now.add(code)
+        return code not in self.captured or self._failures[code] > _MOST_FAILURES
+
+    def raised(self) -> None:
+        """The call has raised an error, which may be why it could not be captured: what is skipped since is tried again."""
+        own: Any = dynamo_types
+        frames: Any = eval_frame
+        strategy = own.FrameExecStrategy(own.FrameAction.DEFAULT, own.FrameAction.DEFAULT)
+        for code in self._now:
+            frames.set_code_exec_strategy(code, strategy)
+
+    def returned(self) -> bool:
+        """The call is over; returns whether something that was captured before could not be in this one."""
+        failed = not self.captured.isdisjoint(self._now)
+        self._now.clear()
+        return failed
 
 
 _OF_OPTIMIZERS = inspect.getfile(torch.optim.Optimizer)
@@ -85,12 +124,13 @@ class _Capture:
         left: Container[types.CodeType],
         through: Container[types.CodeType],
         again: Callable[[], bool],
+        uncaptured: Uncaptured,
     ) -> None:
         self._torchdynamo_orig_backend = (
             capture  # Dynamo's own wrappers have this name for it: it tells captured code apart by what it finds there
         )
         self._around = around
-        self._left, self._through, self._again = left, through, again
+        self._left, self._through, self._again, self._uncaptured = left, through, again, uncaptured
 
     def __call__(self, frame: Any, *args: Any) -> Any:
         own: Any = dynamo_types
@@ -101,7 +141,9 @@ class _Capture:
             return own.ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=not left)
         with compile_lock, self._around(frame.f_code):
             found = self._torchdynamo_orig_backend(frame, *args)
-        if found.guarded_code is None and self._again():
+        if found.guarded_code is not None:
+            self._uncaptured.captured.add(frame.f_code)
+        elif self._again() or not self._uncaptured.is_skipped(frame.f_code):
             skip = own.FrameExecStrategy(own.FrameAction.SKIP, own.FrameAction.DEFAULT)
             return own.ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=False)
         return found
