@@ -9,12 +9,29 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import lightning.pytorch as pl
 
 from lightning_remat.callbacks.lightning_internals import STEP_COUNTERS
+
+
+def _names(step: Callable[..., object]) -> list[str]:
+    """By which names Dynamo knows the module, the batch and its index in the frame of a training step.
+
+    A decorator's function is the frame, with its own names: the step's are not asked for.
+    """
+    function = getattr(step, "__func__", step)
+    names = ["self", "batch", "batch_idx"]
+    found = [f"L['{name}']" for name in names]
+    for i, one in enumerate(inspect.signature(function, follow_wrapped=False).parameters.values()):
+        if one.kind is one.VAR_POSITIONAL:
+            found[i:] = [f"L['{one.name}'][{k}]" for k in range(len(names) - i)]
+        if i == len(names) or one.kind not in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD):
+            break
+        found[i] = f"L['{one.name}']"
+    return found
 
 
 class OwnState:
@@ -34,10 +51,9 @@ class OwnState:
         self.lists: set[str] = set()
         self._module = module
         self._counters: set[str] = set()
-        names = list(inspect.signature(type(module).training_step).parameters)
-        self._self = re.escape(f"L['{names[0] if names else 'self'}']")
-        batch_idx = names[2] if len(names) > 2 else "batch_idx"
-        self._always = [re.escape(f"L['{batch_idx}']"), self._self + STEP_COUNTERS]
+        own, _, batch_idx = _names(module.training_step)
+        self._self = re.escape(own)
+        self._always = [re.escape(batch_idx), self._self + STEP_COUNTERS]
 
     @property
     def sources(self) -> str:

@@ -284,6 +284,13 @@ class RematCallback(Callback):
                 category=RematWarning,
             )
             return None
+        if isinstance(inspect.getattr_static(type(module), "training_step"), property):
+            rank_zero_warn(
+                "training_step is a property: no other step can stand in its place, and it runs as before, without "
+                "rematerialization; make it a method that calls the one of the moment",
+                category=RematWarning,
+            )
+            return None
         if is_compiled(module.training_step):
             rank_zero_warn(
                 "the training step was compiled with torch.compile: it runs as your compiler has made it, without "

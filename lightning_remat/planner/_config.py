@@ -119,6 +119,9 @@ class RematConfig:
         unknown = sorted(set(map(str, plain)) - set(names))
         if unknown:
             raise ConfigError(f"unknown option {unknown[0]!r}; the options are {', '.join(names)}")
+        for name in ("tiling", "fuse", "offload"):
+            if plain.get(name) is False:  # YAML's `off`
+                plain[name] = "off"
         try:
             merged = OmegaConf.merge(OmegaConf.structured(cls), plain)
             fields: dict[str, Any] = OmegaConf.to_container(merged, resolve=True)  # type: ignore[assignment]

@@ -263,3 +263,9 @@ def test_a_step_that_fits_is_left_alone():
     assert_same(plain.results, scheduled.results)
     assert remat.runs == (1, 1)  # the first batch of each size; the second one of 8 ran as it is
     assert not remat.plan.rematerializes and remat.plan.budget_bytes > remat.plan.baseline_peak_bytes
+
+
+@pytest.mark.parametrize("name", ["tiling", "fuse", "offload"])
+def test_off_in_yaml_is_no(name: str) -> None:
+    """YAML reads it as false."""
+    assert getattr(RematCallback.from_config(OmegaConf.create(f"{name}: off")).config, name) == "off"

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from benchmarks.networks import build
 from lightning_remat import rematerialize
-from lightning_remat.capture._torch import _alike_calls
+from lightning_remat.capture._torch.alike import _calls as alike_calls
 from lightning_remat.capture._torch.alike._copies import Copy
 from tests.capture.test_alike import Enough
 from tests.helpers.alike_blocks import Block, blocks, body, called, check_deeply, powered, unlike, watched, whole
@@ -303,15 +303,15 @@ def test_what_is_not_as_expected_is_traced(place: str, monkeypatch: pytest.Monke
     def gone(*_: Any) -> Any:
         raise AttributeError(place)
 
-    monkeypatch.setattr(_alike_calls, place, gone)
+    monkeypatch.setattr(alike_calls, place, gone)
     with watched() as seen:
         assert captured_whole(check(blocks(), inputs()))
     assert not seen.copied
 
 
 def test_all_is_as_it_was_afterwards() -> None:
-    places = [(owner, name) for owner, name, _ in _alike_calls._replacements()]
+    places = [(owner, name) for owner, name, _ in alike_calls._replacements()]
     before = [vars(owner)[name] for owner, name in places]
     check(blocks(), inputs())
     assert [vars(owner)[name] for owner, name in places] == before
-    assert _alike_calls._HERE.calls is None
+    assert alike_calls._HERE.calls is None

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from lightning_remat import Rematerialized, rematerialize
-from lightning_remat.capture import _ports
+from lightning_remat.capture.gradients import _ports
 
 WIDTH = 32
 graph_break = torch._dynamo.graph_break

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from lightning_remat import Rematerialized, rematerialize
-from lightning_remat.capture import _sums
 from lightning_remat.capture import _torch as internals
 from lightning_remat.capture._torch import _autograd_graph
+from lightning_remat.capture.gradients import _sums
 from lightning_remat.capture.gradients._sums import OPENS, opened
 from lightning_remat.measure import peak_memory
 from tests.helpers.parts import USES, Parts

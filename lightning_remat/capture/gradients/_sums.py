@@ -405,7 +405,7 @@ class _Several(torch.autograd.Function):
     def forward(ctx: Any, handed_out: HandedOut, argument: int, *values: torch.Tensor) -> torch.Tensor:
         ctx.handed_out, ctx.argument = handed_out, argument
         ctx.set_materialize_grads(False)
-        return values[0].view_as(values[0])
+        return values[0].detach()  # no view, which could not be written to: it counts changes together with the tensor
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
