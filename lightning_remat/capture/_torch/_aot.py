@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -192,7 +193,10 @@ class Frame:
             unprinted(),
             functorch_config.patch(settings),
             inductor_config.patch(fallback_random=True),
+            warnings.catch_warnings(),
         ):
+            # Where a trace fails, another is tried, or the reason is said: it is no fault of the user's.
+            warnings.filterwarnings("ignore", message="Error detected in ")
             yield
 
 

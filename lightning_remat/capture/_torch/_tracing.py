@@ -15,6 +15,7 @@ import torch
 import torch._dynamo
 from torch.fx.experimental import _config as symbolic_config
 
+from lightning_remat.capture._torch._distributions import find_divergences
 from lightning_remat.capture._torch._fake import grouped_products
 from lightning_remat.capture._torch._floats import VaryingFloats
 from lightning_remat.capture._torch._handlers import as_in_eager_mode
@@ -82,6 +83,7 @@ def tracing(dynamic_sources: str = "", floats: VaryingFloats | None = None) -> c
         dynamic_sources: inputs that may change without a new capture, in Dynamo's words (``"L['batch_idx']"``).
         floats: Python floats that were seen to vary, which become inputs of the graph.
     """
+    find_divergences()
     stack = contextlib.ExitStack()
     config = torch._dynamo.config
     settings: dict[str, Any] = {

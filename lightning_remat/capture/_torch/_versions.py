@@ -89,6 +89,7 @@ NAMES = {
     "torch.autograd.graph": "Node._sequence_nr _engine_run_backward",
     "torch.autograd.Variable": "_execution_engine",
     "torch.distributed.distributed_c10d": "_get_default_store",
+    "torch.distributions.kl": "_KL_MEMOIZE _KL_REGISTRY _dispatch_kl",
     "torch.fx.Node": "_rename",
     "torch.fx._lazy_graph_module": "_LazyGraphModule",
     "torch.fx.experimental._config": "patch use_duck_shape",

@@ -42,8 +42,13 @@ def choose_gradients_of_products(graph: torch.fx.Graph) -> None:
                 made = sources[: sources.index(product.args[0])]
                 laid = before.meta["val"].is_contiguous() and all(one.target is not aten.clone.default for one in made)
                 if again or not laid or before.meta["val"].is_complex() or len(others.users) > 1:
+                    why = "they are factors with gaps between them, or transposed: x.contiguous().prod(...) is captured"
+                    if again:
+                        why = "it is differentiated again"
+                    elif before.meta["val"].is_complex():
+                        why = "they are complex numbers"
                     raise CaptureError(
-                        f"it cannot be told in which way eager mode computes the gradient of {product.name}"
+                        f"it cannot be told in which way eager mode computes the gradient of {product.name}: {why}"
                     )
                 _choose(graph, product, before, next(iter(others.users)))
 
