@@ -118,6 +118,9 @@ class Deferred:
                     call.make()
                 if call is last:
                     break
+        for call in self.calls:  # what is logged is what there is now, whatever the step makes of it
+            if not call.early:
+                call.args, call.kwargs = apply_to_collection((call.args, call.kwargs), DeferredValue, _copied)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -287,9 +290,15 @@ def _operator(name: str) -> Callable[..., Any]:
     return operator
 
 
+def _copied(value: DeferredValue) -> Any:
+    """What a value stands for, copied, where that is known; otherwise itself."""
+    return _detached(value._call.result, copy=True) if value._call.done else value
+
+
 _OPERATORS = """
     add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul neg pos abs invert
-    lt le gt ge eq ne bool float int index round len getitem contains iter format repr
+    lt le gt ge eq ne bool float int index round len getitem setitem delitem contains iter format repr
+    and rand or ror xor rxor
 """
 for _name in _OPERATORS.split():
     setattr(DeferredValue, f"__{_name}__", _operator(f"__{_name}__"))

@@ -12,8 +12,7 @@ from torch import nn
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from lightning_remat.callbacks.deferred import Deferred, DeferredValue
-from lightning_remat.errors import CaptureError
-from tests.helpers.training import Classifier, assert_clean, callback, compare, fit, loader, trainer
+from tests.helpers.training import Classifier, assert_clean, callback, compare, loader, trainer
 
 
 def batches():
@@ -183,14 +182,33 @@ def test_a_value_used_as_a_tensor():
     compare(AsTensor, train=lambda: loader(16), plans=None, budget=0.9)
 
 
-def test_a_value_in_an_f_string_is_refused_with_the_remedy():
-    class Formats(Measured):
-        def body(self, logits, y, loss):
-            self.text = f"{self.accuracy(logits, y):.2f}"
-            return loss
+class Formats(Measured):
+    def body(self, logits, y, loss):
+        value = self.accuracy(logits, y)
+        self.text = f"{value:.2f}, {value}, " + "{:.3f}".format(value) + ", %s" % value  # noqa: UP031, UP032
+        return loss
 
-    with pytest.raises(CaptureError, match=r"format float\(value\)"):
-        fit(Formats, callback(0.9), train=batches)
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append(self.text)
+
+
+class Adds(Measured):
+    def body(self, logits, y, loss):
+        values = self.both(logits, y)
+        self.log_dict(values)
+        values["of the step"] = loss.detach()  # after it was logged
+        self.log_dict(self.both(logits, y) | {"loss": loss})
+        self.sizes = len(values)
+        return loss
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.seen.append((self.sizes, sorted(self.trainer.callback_metrics)))
+
+
+@pytest.mark.parametrize("make", [Formats, Adds])
+def test_values_that_are_written_out_or_added_to(make):
+    _, scheduled, _ = compare(make, train=batches, plans=None, budget=0.9)
+    assert len(scheduled.module.seen) >= 3
 
 
 class Keeps(Measured):

@@ -23,13 +23,14 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.fx
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis, unimplemented
 from torch._dynamo.source import ConstantSource
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase, TensorifyState
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import TrackedFake, VariableBuilder  # type: ignore[attr-defined]
 from torch._dynamo.variables.misc import StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch._aot_autograd import graph_compile
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.sym_node import SymNode
@@ -123,7 +124,10 @@ def _words(number: Any) -> str:
 
 @contextlib.contextmanager
 def _formatting_as_python_does() -> Iterator[None]:
-    """A symbolic float in an f-string is formatted when the step runs (Dynamo forgets the format)."""
+    """What Dynamo formats when the step runs: a symbolic float, of which it forgets the format, no object of the step's own.
+
+    It would format such an object before it has filled it in: the graph breaks there.
+    """
     own = InstructionTranslatorBase._format_value
     typed = "python_type" in vars(StringFormatVariable)  # not in torch 2.11, which breaks the graph for it
     make: Callable[..., VariableTracker] = StringFormatVariable.create
@@ -138,6 +142,19 @@ def _formatting_as_python_does() -> Iterator[None]:
         else:
             own(translator, spec, flags)
 
+    def made(*args: Any, **kwargs: Any) -> VariableTracker:
+        values = [one for part in (*args, *kwargs.values()) if isinstance(part, (list, dict)) for one in _values(part)]
+        if any(isinstance(one.realize(), UserDefinedObjectVariable) and one.source is None for one in values):
+            unimplemented(
+                gb_type="formatted object",
+                context="",
+                explanation="An object that the step has made is formatted: Python does that.",
+                hints=[],
+            )
+        return make(*args, **kwargs)
+
+    own_make = vars(StringFormatVariable)["create"]
+    StringFormatVariable.create = made  # type: ignore[method-assign]
     InstructionTranslatorBase._format_value = format_value  # type: ignore[assignment, method-assign]
     if not typed:
         StringFormatVariable.python_type = lambda _: str  # type: ignore[assignment, method-assign]
@@ -145,8 +162,13 @@ def _formatting_as_python_does() -> Iterator[None]:
         yield
     finally:
         InstructionTranslatorBase._format_value = own  # type: ignore[method-assign]
+        StringFormatVariable.create = own_make  # type: ignore[method-assign]
         if not typed:
             del StringFormatVariable.python_type
+
+
+def _values(part: list[VariableTracker] | dict[str, VariableTracker]) -> list[VariableTracker]:
+    return list(part.values()) if isinstance(part, dict) else part
 
 
 def _float_symbols(graph_module: torch.fx.GraphModule) -> list[str]:

@@ -64,7 +64,7 @@ NAMES = {
     "torch._dynamo.variables.optimizer": "OptimizerVariable._set_capturable",
     "torch._dynamo.variables.tensor": "SymNodeVariable TensorVariable.method___setitem__ TensorVariable.set_name_hint",
     "torch._dynamo.variables.torch": "TorchInGraphFunctionVariable._get_handlers TorchInGraphFunctionVariable.call_function",
-    "torch._dynamo.variables.user_defined": "call_random_fn",
+    "torch._dynamo.variables.user_defined": "UserDefinedObjectVariable call_random_fn",
     "torch._functorch._aot_autograd.descriptors": "GradAOTOutput InputMutationAOTOutput IntermediateBaseAOTOutput "
     "ParamAOTInput PlainAOTInput PlainAOTOutput SubclassGetAttrAOTInput SubclassGetAttrAOTOutput",
     "torch._functorch._aot_autograd.graph_compile": "tensorify_python_scalars",
