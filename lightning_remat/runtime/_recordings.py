@@ -38,6 +38,7 @@ MOST_ATTEMPTS = 4
 """How often a forward is recorded to no avail, since its backward could not be, before it is left."""
 
 _SETTINGS = (
+    "backends.cudnn.allow_tf32",
     "backends.cudnn.conv.fp32_precision",
     "backends.cudnn.rnn.fp32_precision",
     "backends.cuda.matmul.fp32_precision",

@@ -160,9 +160,8 @@ class CudaTapes:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
-        self._stream: torch.cuda.Stream | None = (
-            None  # torch's own is of the device on which anything was recorded first
-        )
+        # torch's own is of the device on which anything was recorded first
+        self._stream: torch.cuda.Stream | None = None
         self._tapes: weakref.WeakSet[Tape] = weakref.WeakSet()
 
     @contextlib.contextmanager
