@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_remat import RematWarning, rematerialize
+from lightning_remat.capture.rewritings import _products
 
 Call = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -79,6 +80,10 @@ def same(found: list[list[torch.Tensor]]) -> bool:
 @pytest.mark.parametrize("budget", [1.0, "min"])
 @pytest.mark.parametrize("name", NEW)
 def test_no_result_is_put_over_what_it_is_a_product_of(name: str, budget: float | str) -> None:
+    if name == "cumprod" and not _products._traces_running_products_as_run():  # torch before 2.13
+        with pytest.warns(RematWarning, match="this release of torch computes the gradient of cumprod"):
+            assert same(steps(NEW[name], budget)[1])
+        return
     step, found = steps(NEW[name], budget)
     assert same(found)
     assert len(step.plans) == 1 and not step.failures

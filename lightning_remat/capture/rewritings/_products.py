@@ -6,12 +6,13 @@ values, which a traced graph cannot: torch traces the second way, which rounds o
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.fx
 
-from lightning_remat.capture._torch import runs_in_forward
+from lightning_remat.capture._torch import observed_ops, real_tensors, runs_in_forward
 from lightning_remat.errors import CaptureError
 
 aten = torch.ops.aten
@@ -21,12 +22,36 @@ _BEFORE = (aten.cumprod.default, aten.cat.default, aten.slice.Tensor)
 _AFTER = (aten.flip.default, aten.cumprod.default, aten.cat.default, aten.flip.default, aten.slice.Tensor)
 
 
+@functools.cache
+def _traces_running_products_as_run() -> bool:
+    """Whether the gradient of ``cumprod`` is traced in the way that eager mode goes: some releases of torch have two.
+
+    Seen on an example: where operations are observed, eager mode goes the way in which they are traced.
+    """
+    with real_tensors(), torch.enable_grad():
+        x = torch.linspace(0.3, 1.7, 63, device="cpu").sin().view(7, 9).requires_grad_()
+
+        def gradient() -> torch.Tensor:
+            product = x.cumprod(0)
+            return torch.autograd.grad((product * product.detach().cos()).sum(), x)[0]
+
+        with observed_ops(lambda _op, _args, _kwargs, _number, run: run()):
+            observed = gradient()
+        return torch.equal(gradient(), observed)
+
+
 def choose_gradients_of_products(graph: torch.fx.Graph) -> None:
     """Put eager's choice in the place of the gradient of each product.
 
     Raises:
-        CaptureError: where it is differentiated again, or of complex numbers, or of factors that lie transposed or with gaps.
+        CaptureError: where it is differentiated again, or of complex numbers, or of factors that lie transposed or with gaps;
+            and where a running product's gradient goes another way than torch traces.
     """
+    running = graph.find_nodes(op="call_function", target=aten.cumprod.default)
+    for one in [node for node in running if runs_in_forward(node)] if running else ():
+        later = (node for node in graph.nodes if node.meta.get("seq_nr") == one.meta.get("seq_nr"))
+        if any(not runs_in_forward(node) for node in later) and not _traces_running_products_as_run():
+            raise CaptureError(f"this release of torch computes the gradient of {one.name} otherwise than it traces it")
     ops = (aten.prod.default, aten.prod.dim_int)
     products = [node for op in ops for node in graph.find_nodes(op="call_function", target=op)]
     for others in graph.find_nodes(op="call_function", target=aten.mul.Tensor) if products else ():
