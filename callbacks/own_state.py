@@ -25,7 +25,8 @@ def _names(step: Callable[..., object]) -> list[str]:
     function = getattr(step, "__func__", step)
     names = ["self", "batch", "batch_idx"]
     found = [f"L['{name}']" for name in names]
-    for i, one in enumerate(inspect.signature(function, follow_wrapped=False).parameters.values()):
+    bound = function is not step
+    for i, one in enumerate(inspect.signature(function, follow_wrapped=False).parameters.values(), 0 if bound else 1):
         if one.kind is one.VAR_POSITIONAL:
             found[i:] = [f"L['{one.name}'][{k}]" for k in range(len(names) - i)]
         if i == len(names) or one.kind not in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD):

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_remat import RematWarning
 from lightning_remat.callbacks import RematCallback
+from lightning_remat.callbacks.own_state import _names
 
 
 class Net(pl.LightningModule):
@@ -96,3 +97,9 @@ def test_a_property_runs_as_before() -> None:
         module = fit(Property, remat)
     assert_alike(module, fit(Property))
     assert not remat.plans
+
+
+def test_a_function_that_is_assigned_has_no_module_among_its_arguments() -> None:
+    assert _names(lambda batch, number: None) == ["L['self']", "L['batch']", "L['number']"]
+    assert _names(lambda *given: None) == ["L['self']", "L['given'][0]", "L['given'][1]"]
+    assert _names(Decorated().training_step) == ["L['module']", "L['given'][0]", "L['given'][1]"]

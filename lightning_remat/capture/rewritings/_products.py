@@ -47,11 +47,14 @@ def choose_gradients_of_products(graph: torch.fx.Graph) -> None:
         CaptureError: where it is differentiated again, or of complex numbers, or of factors that lie transposed or with gaps;
             and where a running product's gradient goes another way than torch traces.
     """
-    running = graph.find_nodes(op="call_function", target=aten.cumprod.default)
-    for one in [node for node in running if runs_in_forward(node)] if running else ():
-        later = (node for node in graph.nodes if node.meta.get("seq_nr") == one.meta.get("seq_nr"))
-        if any(not runs_in_forward(node) for node in later) and not _traces_running_products_as_run():
-            raise CaptureError(f"this release of torch computes the gradient of {one.name} otherwise than it traces it")
+    running = [n for n in graph.find_nodes(op="call_function", target=aten.cumprod.default) if runs_in_forward(n)]
+    if running and not _traces_running_products_as_run():
+        numbers = {node.meta.get("seq_nr") for node in graph.nodes if not runs_in_forward(node)}
+        for one in running:
+            if one.meta.get("seq_nr") in numbers:
+                raise CaptureError(
+                    f"this release of torch computes the gradient of {one.name} otherwise than it traces it"
+                )
     ops = (aten.prod.default, aten.prod.dim_int)
     products = [node for op in ops for node in graph.find_nodes(op="call_function", target=op)]
     for others in graph.find_nodes(op="call_function", target=aten.mul.Tensor) if products else ():
@@ -66,12 +69,13 @@ def choose_gradients_of_products(graph: torch.fx.Graph) -> None:
             if product.args[0] in sources and (again or product.meta.get("seq_nr") == others.meta.get("seq_nr")):
                 made = sources[: sources.index(product.args[0])]
                 laid = before.meta["val"].is_contiguous() and all(one.target is not aten.clone.default for one in made)
-                if again or not laid or before.meta["val"].is_complex() or len(others.users) > 1:
-                    why = "they are factors with gaps between them, or transposed: x.contiguous().prod(...) is captured"
-                    if again:
-                        why = "it is differentiated again"
-                    elif before.meta["val"].is_complex():
-                        why = "they are complex numbers"
+                reasons = {
+                    "it is differentiated again": again,
+                    "its factors are complex": before.meta["val"].is_complex(),
+                    "its factors have gaps between them, or are transposed: x.contiguous().prod(...) is captured": not laid,
+                    "what comes before and after each factor is read several times": len(others.users) > 1,
+                }
+                for why in (reason for reason, holds in reasons.items() if holds):
                     raise CaptureError(
                         f"it cannot be told in which way eager mode computes the gradient of {product.name}: {why}"
                     )
