@@ -45,6 +45,9 @@ MANY_CAPTURES = 16
 MOST_CAPTURES = 4
 """Captures for the same shapes, at most, before the step is taken to depend on a value that changes in every call."""
 
+CALLS_OF_ONE = 25
+"""Calls after which one of these captures no longer counts: what changes with each epoch may be captured anew each time."""
+
 MOST_LEFT = 4
 """How often functions that are captured again and again may be left alone while the rest of the step stays planned."""
 
@@ -92,8 +95,11 @@ class Captures:
         self._compiled: dict[int, Any] = {}  # by id, what the user has compiled, as met while tracing
         self._told_compiled = False
         self._static_shapes: Recent[Shapes, None] = Recent()
-        self._captures: Recent[Shapes, int] = Recent()
+        self._captures: Recent[Shapes, tuple[int, int]] = (
+            Recent()
+        )  # how many count, and the last one's number of all calls
         self._calls: Recent[Shapes, int] = Recent()
+        self._all_calls = 0
         self._captured_sets = 0
         self._left_codes: set[types.CodeType] = set()  # of frames that are not captured any more
         self._times_left = 0
@@ -162,6 +168,7 @@ class Captures:
         """What runs the present call, whether with symbolic sizes, and the tensors and dimensions of these."""
         shapes = self._call.shapes
         self._call.number = self._calls[shapes] = (self._calls.get(shapes) or 0) + 1
+        self._all_calls += 1
         if shapes in self._static_shapes or self._symbolic is None:
             self._static_shapes[shapes] = None
             return self._static, False, []
@@ -268,14 +275,16 @@ class Captures:
 
     def again(self, shapes: Shapes) -> str:
         """Count a call of these shapes that has captured something; if it is once too often, returns why it does so."""
-        self._captures[shapes] = captures = (self._captures.get(shapes) or 0) + 1
-        self._captured_sets += captures == 1
-        if captures == 1 and self._captured_sets == MANY_CAPTURES:
+        self._captured_sets += shapes not in self._captures
+        if shapes not in self._captures and self._captured_sets == MANY_CAPTURES:
             log.warning(
                 "%s was captured for %d different sets of shapes, which takes time: pad batches to fewer sizes if you can",
                 self._reasons.name or "the step",
                 MANY_CAPTURES,
             )
+        counted, last = self._captures.get(shapes) or (0, 0)
+        captures = max(0, counted - (self._all_calls - last) // CALLS_OF_ONE) + 1
+        self._captures[shapes] = captures, self._all_calls
         if captures <= MOST_CAPTURES:
             return ""
         condition = internals.recapture_reason(self._call.began)
@@ -310,7 +319,7 @@ class Captures:
         self._left_codes |= codes
         for graph in left:
             graph.left = True
-        self._captures[shapes] = 0
+        self._captures[shapes] = 0, self._all_calls
         names = sorted(f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})" for code in codes)
         self._reasons.failed(f"{' and '.join(names)} {again}; what else the step does stays planned")
         return left

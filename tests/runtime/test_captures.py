@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from lightning_remat import rematerialize
 from lightning_remat.planner import RematWarning
+from lightning_remat.runtime import _captures
 from lightning_remat.runtime._captures import MOST_CAPTURES
 from tests.helpers.nets import Net, check, inputs, net, same, train
 
@@ -109,6 +110,27 @@ class TestCaptures:
                 str(caught[0].message),
             )
         assert step.runs == (MOST_CAPTURES + 1,)  # captured every time, planned once
+
+    @pytest.mark.parametrize("rows", [[16] * 5, [16, 16, 16, 16, 8]], ids=["of one size", "and a smaller last batch"])
+    def test_a_value_that_changes_with_each_epoch(self, rows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_captures, "CALLS_OF_ONE", 5)
+        dropout = nn.Dropout(0.0)
+
+        def forward(self: Net, x: torch.Tensor) -> torch.Tensor:
+            return self.last(dropout(self.first(x).tanh())).square().mean()
+
+        module = net(forward)
+        step = rematerialize(module, budget=1.0, cost_model="unit")
+        for epoch in range(MOST_CAPTURES + 3):
+            dropout.p = 0.05 * epoch
+            for n in rows:
+                found = []
+                for one in (step, module):
+                    torch.manual_seed(epoch)
+                    found.append(one(inputs(n)))
+                assert torch.equal(*found)
+        assert not step.failures
+        assert sum(step.runs) == len(rows) * (MOST_CAPTURES + 3)
 
     @pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="does not say why it captured anew")
     def test_the_reason_is_not_a_size_that_varies_beside(self) -> None:
