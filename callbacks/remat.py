@@ -48,6 +48,16 @@ SHOWN = 3
 """Parameters that a warning names, at most."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What is read of a step after its fit; the attributes are those of `ScheduledStep`."""
+
+    last_plan: Plan | None = None
+    plans: Sequence[Plan] = ()
+    runs: Sequence[int] = ()
+    failures: Sequence[str] = ()
+
+
 class RematCallback(Callback):
     """Train within a memory budget by rematerialization, with bit for bit the same results.
 
@@ -163,7 +173,8 @@ class RematCallback(Callback):
         self.check_report: CheckReport | None = None
         self.training_step: TrainingStep | None = None
         self.at_hand: AtHand | None = None
-        self._step: ScheduledStep | None = None  # kept after the fit: its plans can be read
+        self._step: ScheduledStep | None = None  # of the present fit
+        self._found = Found()  # in the fit before
         self._announced, self._shown = 0, 0  # how many plans were looked at, and shown
         self._batches, self._told = 0, False
         self._measure_next = 0  # steps
@@ -192,22 +203,26 @@ class RematCallback(Callback):
     @property
     def plan(self) -> Plan | None:
         """The plan that ran last; ``None`` before the first batch, and where nothing could be captured."""
-        return self._step.last_plan if self._step is not None else None
+        return self._read.last_plan
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """All plans of this fit, in order; usually one for each captured graph and set of input shapes."""
-        return tuple(self._step.plans) if self._step is not None else ()
+        return tuple(self._read.plans)
 
     @property
     def runs(self) -> tuple[int, ...]:
         """How often the forward of each of `plans` has run."""
-        return tuple(self._step.runs) if self._step is not None else ()
+        return tuple(self._read.runs)
 
     @property
     def failures(self) -> tuple[str, ...]:
         """Why something could not be captured; empty where all of it was."""
-        return tuple(self._step.failures) if self._step is not None else ()
+        return tuple(self._read.failures)
+
+    @property
+    def _read(self) -> ScheduledStep | Found:
+        return self._found if self._step is None else self._step
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 
@@ -269,7 +284,8 @@ class RematCallback(Callback):
         self, trainer: pl.Trainer, module: pl.LightningModule, progress: Callable[[str], None]
     ) -> TrainingStep | None:
         """The planned step of a new fit; ``None``, with a warning, where nothing can be scheduled."""
-        self._step, self._measure_next, self.measured_peak_bytes = None, 0, None
+        self._step, self._found = None, Found()
+        self._measure_next, self.measured_peak_bytes = 0, None
         self._announced, self._shown = 0, 0
         self._over = False
         self._batches, self._told, self.check_report = 0, False, None
@@ -443,6 +459,9 @@ class RematCallback(Callback):
         if self.training_step is not None:
             self.training_step.remove()
             self.training_step = None
+        if (step := self._step) is not None:  # it holds the module, and what was captured
+            self._found = Found(step.last_plan, tuple(step.plans), tuple(step.runs), tuple(step.failures))
+            self._step = None
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -172,3 +172,18 @@ def test_the_module_can_be_copied_pickled_and_loaded():
 def test_the_callback_can_be_copied_and_pickled_before_a_fit():
     remat = pickle.loads(pickle.dumps(copy.deepcopy(RematCallback(0.25, reserve=7))))
     assert (remat.config.budget, remat.config.reserve, remat.plan, remat.plans) == (0.25, 7, None, ())
+
+
+def test_the_callback_can_be_copied_and_pickled_after_a_fit_and_keeps_nothing_of_it_alive():
+    remat = callback()
+    module = weakref.ref(fit(Classifier, remat, train=two).module)
+    del remat.log, remat.log_dict  # of the module, which Lightning gives each callback
+    for _ in range(3):
+        gc.collect()
+    assert module() is None
+    assert len(remat.plans) == 1 and remat.plan is remat.plans[0]
+    for copied in (pickle.loads(pickle.dumps(remat)), copy.deepcopy(remat)):
+        assert (copied.plan, copied.plans, copied.runs) == (remat.plan, remat.plans, remat.runs)
+    run = fit(Classifier, copied, train=two)
+    assert_same(fit(Classifier, train=two).results, run.results)
+    assert_ran(copied, 1)
