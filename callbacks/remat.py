@@ -230,7 +230,7 @@ class RematCallback(Callback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        self._undo()  # after a fit that ended in another callback's `on_exception`
+        self._undo(trainer)  # after a fit that ended in another callback's `on_exception`
         if sum(isinstance(one, RematCallback) for one in trainer.callbacks) > 1:  # type: ignore[attr-defined]
             raise ConfigError(
                 "this Trainer has more than one RematCallback: give one, only one of them can run the step"
@@ -362,7 +362,7 @@ class RematCallback(Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._undo()
+        self._undo(trainer)
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -373,13 +373,11 @@ class RematCallback(Callback):
                     f"What was captured does not read {_listed(unread)}: where that is used, the step runs as before, and a "
                     "share as budget is one of the rest (TORCH_LOGS=graph_breaks says why)."
                 )
-        self._undo()
+        self._undo(trainer)
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._undo()
-        if self._limit is not None:
-            trainer.limit_train_batches, self._limit = self._limit, None
+        self._undo(trainer)
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -453,7 +451,9 @@ class RematCallback(Callback):
         self._tracked = None
         self._tracker.close()
 
-    def _undo(self) -> None:
+    def _undo(self, trainer: pl.Trainer) -> None:
+        if self._limit is not None:
+            trainer.limit_train_batches, self._limit = self._limit, None
         self._stop_tracking()
         self.at_hand = None
         if self.training_step is not None:

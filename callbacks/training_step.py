@@ -67,6 +67,7 @@ class TrainingStep:
         at_hand: AtHand | None = None,
     ) -> None:
         self.rehearsal, self._logs = False, True
+        self._installed = contextlib.ExitStack()
         self.first: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
         self.guard: Callable[[functools.partial[Any]], Any] = _unguarded
         self._module, self._strategy, self._trainer = module, trainer.strategy, trainer
@@ -148,7 +149,7 @@ class TrainingStep:
                 finally:
                     after()
 
-        self._strategy.training_step = training_step  # type: ignore[method-assign]
+        self._installed.enter_context(standing_in(self._strategy, "training_step", training_step))
 
     def rehearse(self, batch: Any) -> Any:
         """Run the step on a batch outside of training, in this process alone, and return its output; log nothing."""
@@ -182,7 +183,7 @@ class TrainingStep:
     def remove(self) -> None:
         """Make the strategy run the plain step again, and close the planned one."""
         self.scheduled.close()
-        vars(self._strategy).pop("training_step", None)
+        self._installed.close()
 
 
 def _ignored(*_args: Any, **_kwargs: Any) -> None:

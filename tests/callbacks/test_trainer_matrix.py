@@ -27,6 +27,7 @@ from tests.helpers.training import (
     fit,
     loader,
     network,
+    trainer,
 )
 
 
@@ -223,3 +224,35 @@ class TestPlanOnly:
             fit(Classifier, remat, train=lambda: loader(16))
         assert planned.plan.schedule == trained.plan.schedule
         assert planned.plan.budget_bytes == trained.plan.budget_bytes
+
+    def test_an_error_of_another_callback_leaves_the_trainer_as_it_was(self) -> None:
+        class Fails(pl.Callback):
+            def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+                raise OSError("no space left")
+
+        remat = callback(0.5, plan_only=True)
+        runner = trainer(remat, Fails())
+        with pytest.raises(OSError, match="no space left"):
+            runner.fit(Classifier(), loader(16))
+        assert_ran(remat, 1)
+        assert runner.limit_train_batches == 1.0
+
+
+def test_another_callbacks_training_step_of_the_strategy_stays() -> None:
+    seen: list[int] = []
+
+    class Counts(pl.Callback):
+        def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+            around = trainer.strategy.training_step
+
+            def training_step(*args: Any, **kwargs: Any) -> Any:
+                seen.append(1)
+                return around(*args, **kwargs)
+
+            self.own = trainer.strategy.training_step = training_step  # type: ignore[method-assign]
+
+    counts, remat = Counts(), callback(0.5)
+    run = fit(Classifier, counts, remat, train=lambda: loader(16))
+    assert_ran(remat, 1)
+    assert len(seen) == sum(remat.runs) > 0
+    assert vars(run.trainer.strategy)["training_step"] is counts.own
