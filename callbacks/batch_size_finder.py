@@ -121,11 +121,11 @@ class RematBatchSizeFinder(Callback):
         keep_effective_batch_size: bool = False,
     ) -> None:
         super().__init__()
-        if max_overhead is not None and not max_overhead >= 0:
+        if max_overhead is not None and not (isinstance(max_overhead, (int, float)) and max_overhead >= 0):
             raise ConfigError(f"max_overhead={max_overhead!r}: give a share, 0 or more, or None for one extra forward")
         if isinstance(max_val, bool) or not isinstance(max_val, int) or max_val < 1:
             raise ConfigError(f"max_val={max_val!r}: give the largest batch size, 1 or more")
-        if not 0 <= margin < 1:
+        if not (isinstance(margin, (int, float)) and 0 <= margin < 1):
             raise ConfigError(f"margin={margin!r}: give the share to take off what was found, in [0, 1)")
         self.max_overhead = max_overhead
         self.max_val = max_val

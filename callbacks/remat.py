@@ -162,7 +162,7 @@ class RematCallback(Callback):
                 "offload": offload,
                 "host_budget": host_budget,
                 "reserve": reserve,
-                "solver_options": dict(solver_options or {}),
+                "solver_options": {} if solver_options is None else solver_options,
                 "measure": measure,
                 "artifacts": artifacts,
                 "plan_only": plan_only,

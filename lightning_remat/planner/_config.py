@@ -113,12 +113,19 @@ class RematConfig:
             BudgetError: for a budget that cannot be understood.
         """
         names = [field.name for field in dataclasses.fields(cls)]
-        plain = OmegaConf.to_container(options, resolve=True) if OmegaConf.is_config(options) else dict(options)
-        if not isinstance(plain, dict):
-            raise ConfigError(f"options must be a mapping, not {type(plain).__name__}")
+        given = OmegaConf.to_container(options, resolve=True) if OmegaConf.is_config(options) else options
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"options must be a mapping, not {type(given).__name__}")
+        plain = dict(given)
         unknown = sorted(set(map(str, plain)) - set(names))
         if unknown:
             raise ConfigError(f"unknown option {unknown[0]!r}; the options are {', '.join(names)}")
+        chosen = plain.get("solver_options", {})
+        if not isinstance(chosen, Mapping):
+            raise ConfigError(
+                f"solver_options={chosen!r}: give a mapping from the names of the solver's options to values"
+            )
+        plain["solver_options"] = dict(chosen)
         for name in ("tiling", "fuse", "offload"):
             if plain.get(name) is False:  # YAML's `off`
                 plain[name] = "off"

@@ -431,7 +431,9 @@ def test_fast_dev_run_looks_for_nothing():
         (lambda: run(Bare(), RematBatchSizeFinder(batch_arg_name="size"), datamodule=Data()), "has 'size'"),
         (lambda: RematBatchSizeFinder(max_val=0), "max_val"),
         (lambda: RematBatchSizeFinder(margin=1.0), "margin"),
+        (lambda: RematBatchSizeFinder(margin="5%"), "margin"),  # type: ignore[arg-type]
         (lambda: RematBatchSizeFinder(max_overhead=-1), "max_overhead"),
+        (lambda: RematBatchSizeFinder(max_overhead="10%"), "max_overhead"),  # type: ignore[arg-type]
     ],
 )
 def test_what_cannot_be_used_is_told(make, words):

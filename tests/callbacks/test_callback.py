@@ -8,6 +8,7 @@ import inspect
 import io
 import pickle
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -194,6 +195,11 @@ class TestConfig:
         assert RematCallback.from_config(node).config == RematCallbackConfig(budget=0.5, measure=False)
         with pytest.raises(OmegaConfBaseException):
             OmegaConf.merge(OmegaConf.structured(RematCallbackConfig), {"time_limit": "long"})
+
+    @pytest.mark.parametrize("source", [None, [("budget", 0.5)], 3])
+    def test_other_sources_are_told(self, source: Any) -> None:
+        with pytest.raises(ConfigError, match="options must be a mapping, not"):
+            RematCallback.from_config(source)
 
     @pytest.mark.parametrize(
         ("text", "words"),

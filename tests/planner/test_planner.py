@@ -77,6 +77,7 @@ def test_plans_are_files(tmp_path: Path) -> None:
         ({"budgets": 1}, r"unknown option 'budgets'; the options are budget, solver, "),
         ({"solver": "gurobi"}, "choose one of ap_greedy, "),
         ({"solver": "greedy", "solver_options": {"gap": 1}}, "has no option 'gap'"),
+        ({"solver": "greedy", "solver_options": ["gap"]}, r"solver_options=\['gap'\]: give a mapping"),
         ({"time_limit": 0}, "positive number of seconds"),
         ({"time_limit": "soon"}, "cannot be read"),
         ({"margin": 1.0}, "share of the device"),
