@@ -23,6 +23,7 @@ from lightning_remat.capture.packed._tracing import packed_sequences
 from lightning_remat.capture.tracing._buffers import buffers_are_known
 from lightning_remat.capture.tracing._compiled import compiled_stays, is_compiled, name_of
 from lightning_remat.capture.tracing._constants import constants_are_known
+from lightning_remat.capture.tracing._data import apart, data_is_assigned
 from lightning_remat.capture.tracing._early import Early
 from lightning_remat.capture.tracing._hook_order import hooks_in_order
 from lightning_remat.capture.tracing._masks import masks_as_in_eager_mode
@@ -136,12 +137,12 @@ class Captures:
         if calls_units(module):
             number = len(self._cuts)
             self._cuts.append(lambda: self._compiled_for(Cut(module, self._pieces).run, symbolic))
-            return lambda *values: weakly()._run_cut(number, values)  # type: ignore[union-attr]
+            return apart(module, lambda *values: weakly()._run_cut(number, values))  # type: ignore[union-attr]
         if self._code in self._pieces:
             name_as(self._pieces[self._code], module)
         number = len(self._runs)
         self._runs.append(self._backend(module, inputs, symbolic, self._code))
-        return lambda *values: weakly()._runs[number](*values)  # type: ignore[union-attr]
+        return apart(module, lambda *values: weakly()._runs[number](*values))  # type: ignore[union-attr]
 
     def _run_cut(self, number: int, inputs: Sequence[Any]) -> Any:
         """Run a graph that calls units, the one of this number, in parts.
@@ -226,6 +227,7 @@ class Captures:
             self._guards.grouped(),
             masks_as_in_eager_mode(),
             buffers_are_known(),
+            data_is_assigned(),
             hooks_in_order(),
             numpy_as_constants(),
             constants_are_known(),

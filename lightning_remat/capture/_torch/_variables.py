@@ -15,7 +15,7 @@ import torch
 from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.source import AttrSource, GlobalSource, TensorPropertySource
 from torch._dynamo.symbolic_convert import compare_op_handlers as compare_handlers
-from torch._dynamo.variables import misc
+from torch._dynamo.variables import builtin, misc
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.builtin import BuiltinVariable
@@ -42,6 +42,7 @@ __all__ = [
     "LazyVariableTracker",
     "LoggingLoggerVariable",
     "NumpyVariable",
+    "SetAttrVariable",
     "SkipFunctionVariable",
     "StringFormatVariable",
     "SymNodeVariable",
@@ -61,6 +62,9 @@ __all__ = [
 
 IgnoredFunctionVariable: Any = getattr(misc, "IgnoredFunctionVariable", LoggingLoggerVariable)
 """Dynamo's variable for functions that it is to ignore; where a release has none, that for loggers."""
+
+SetAttrVariable: Any = getattr(builtin, "SetAttrBuiltinVariable", BuiltinVariable)
+"""Dynamo's variable that sets attributes: torch 2.13's; in earlier releases it is the one for all built-ins."""
 
 
 def build_attribute(translator: Any, owner: Any, name: str) -> Any:
