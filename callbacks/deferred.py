@@ -7,6 +7,9 @@ recorded in their order, with their tensors detached; so is what is appended to 
 A metric call returns a `DeferredValue`, which computes itself when the step does more with it than log or return it.
 Only metrics with ``is_differentiable = False`` are deferred: others run at once, between two captured graphs.
 
+Where the step reads the Trainer's metrics (``self.trainer.callback_metrics``) after something was recorded, all of it is made
+first, between two captured graphs.
+
 What is logged is copied, as Lightning does. What a metric is given is kept until the step returns, not copied: a step that
 overwrites it in place after the metric call should hand the metric a clone.
 """
@@ -23,7 +26,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torchmetrics import Metric, MetricCollection
 
-from lightning_remat.callbacks.lightning_internals import wrapped_optimizers
+from lightning_remat.callbacks.lightning_internals import CONNECTOR, metrics_connector, wrapped_optimizers
 from lightning_remat.errors import CaptureError
 
 _METHODS = ("forward", "update", "compute", "reset")
@@ -52,12 +55,15 @@ class Deferred:
 
     def __init__(self, module: pl.LightningModule) -> None:
         self.calls: list[_Call] = []
-        self._module = module
+        self._module, self._logs = module, True
         self._lists: set[str] = set()
         # While a step runs: the attributes of an object, the name of one of them, and what stands in for it.
         self._replacements: list[tuple[dict[str, Any], str, Any]] = [
             (module.__dict__, name, self._logging(getattr(module, name))) for name in ("log", "log_dict")
         ]
+        self._replacements.append(
+            (vars(module.trainer), CONNECTOR, MetricsInOrder(metrics_connector(module.trainer), self))
+        )
         if not module.automatic_optimization:
             self._replacements += [
                 (attributes, name, _uncaptured(method)) for attributes, name, method in _manual(module)
@@ -76,9 +82,13 @@ class Deferred:
             self._replacements.append((vars(self._module), name, GrowingList(self)))
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        """While open, calls are recorded; an exception drops them."""
+    def active(self, log: bool = True) -> Iterator[None]:
+        """While open, calls are recorded; an exception drops them.
+
+        Where ``log`` is false, those of ``log`` and ``log_dict`` are not made when the step reads the Trainer's metrics.
+        """
         self.calls.clear()
+        self._logs = log
         self._replace()
         try:
             yield
@@ -121,6 +131,13 @@ class Deferred:
         for call in self.calls:  # what is logged is what there is now, whatever the step makes of it
             if not call.early:
                 call.args, call.kwargs = apply_to_collection((call.args, call.kwargs), DeferredValue, _copied)
+
+    def make_calls(self) -> None:
+        """In the middle of a step: make all recorded calls."""
+        with self.suspended():
+            for call in self.calls:
+                if call.early or self._logs:
+                    call.make()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -180,6 +197,35 @@ class Deferred:
                 return method(*args, **kwargs)
 
         return _uncaptured(at_once)
+
+
+class MetricsInOrder:
+    """Stands in for what the Trainer reads its metrics from: calls that were recorded before are made before."""
+
+    def __init__(self, connector: Any, deferred: Deferred) -> None:
+        self._connector, self._deferred = connector, deferred
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connector, name)
+
+
+def _metrics(name: str) -> property:
+    def read(self: MetricsInOrder) -> Any:
+        if self._deferred.calls:
+            return _after_calls(self, name)
+        return getattr(self._connector, name)
+
+    return property(read)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _after_calls(stand_in: MetricsInOrder, name: str) -> Any:
+    stand_in._deferred.make_calls()
+    return getattr(stand_in._connector, name)
+
+
+for _name in ("callback_metrics", "logged_metrics", "progress_bar_metrics"):
+    setattr(MetricsInOrder, _name, _metrics(_name))
 
 
 class DeferredValue:

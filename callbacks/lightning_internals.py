@@ -18,6 +18,14 @@ STEP_COUNTERS = r"\._trainer\.fit_loop\..*(completed|processed|ready|started|tot
 MODULE_OWN = frozenset({"_trainer", "_fabric"})
 """Attributes of a LightningModule that refer to its Trainer or Fabric."""
 
+CONNECTOR = "_logger_connector"
+"""The Trainer's attribute that its ``callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics`` are read from."""
+
+
+def metrics_connector(trainer: pl.Trainer) -> Any:
+    """What the Trainer's metrics are read from."""
+    return trainer._logger_connector
+
 
 def steps_logged(trainer: pl.Trainer) -> int:
     """The step that Lightning's own scalars are logged at."""

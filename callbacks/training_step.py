@@ -101,7 +101,7 @@ class TrainingStep:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._make_room_for_new_state()
-        with self._own_state.watched(), self._deferred.active():
+        with self._own_state.watched(), self._deferred.active(log=self._logs and not self.rehearsal):
             output = self.scheduled(*args, **kwargs)
         for name in self._own_state.lists:
             self._deferred.stand_in_for(name)

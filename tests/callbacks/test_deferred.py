@@ -211,6 +211,47 @@ def test_values_that_are_written_out_or_added_to(make):
     assert len(scheduled.module.seen) >= 3
 
 
+class ReadsWhatItHasLogged(Measured):
+    """As ``callback_metrics``' own example in Lightning."""
+
+    name = "callback_metrics"
+
+    def body(self, logits, y, loss):
+        self.accuracy(logits, y)
+        self.log("loss", loss, prog_bar=True)
+        self.log("accuracy", self.accuracy, prog_bar=True)
+        found = getattr(self.trainer, self.name)
+        number = len(found)
+        self.log("number", float(number))
+        return loss / torch.as_tensor(found["loss"]).detach() * (1 + found["accuracy"])
+
+
+class ReadsLogged(ReadsWhatItHasLogged):
+    name = "logged_metrics"
+
+
+class ReadsProgress(Measured):
+    def body(self, logits, y, loss):
+        self.log("loss", loss, prog_bar=True)
+        self.log("number", float(len(self.trainer.progress_bar_metrics)))
+        return loss
+
+
+class ReadsTheLastStepsFirst(Measured):
+    def body(self, logits, y, loss):
+        before = self.trainer.callback_metrics.get("loss", torch.ones(()))
+        self.log("loss", loss)
+        return loss * before
+
+
+@pytest.mark.parametrize(
+    "make", [ReadsWhatItHasLogged, ReadsLogged, ReadsProgress, ReadsTheLastStepsFirst], ids=lambda make: make.__name__
+)
+def test_the_trainers_metrics_are_read_in_the_step(make):
+    _, _, remat = compare(make, train=batches, plans=None, max_epochs=2)
+    assert not remat.failures
+
+
 class Keeps(Measured):
     def body(self, logits, y, loss):
         self.value = self.accuracy(logits, y)
@@ -231,6 +272,7 @@ def test_values_kept_by_the_user():
 def test_an_exception_drops_what_was_written_down():
     torch.manual_seed(0)
     module = Measured()
+    module.trainer = trainer()
     deferred = Deferred(module)
     own = module.accuracy.update
 
@@ -247,6 +289,7 @@ def test_an_exception_drops_what_was_written_down():
 
 def test_calls_are_made_once_and_in_order():
     module = Measured()
+    module.trainer = trainer()
     expected = MulticlassAccuracy(4)
     deferred = Deferred(module)
     a, b = torch.randn(5, 4), torch.randint(4, (5,))
