@@ -331,6 +331,11 @@ class Plans:
             )
         )
 
+    def take_the_smallest(self) -> None:
+        """Make the smallest of all later plans, whatever the budget."""
+        self._limit_to(None)
+        self.planning.config = dataclasses.replace(self.planning.config, budget="min")
+
     def go_back(self, limit: int | None, config: RematConfig) -> None:
         """Plan as before a budget was lowered: the shapes at which the function itself runs are found out again."""
         self._limit_to(limit)

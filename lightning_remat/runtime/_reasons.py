@@ -8,7 +8,7 @@ import warnings
 import torch
 
 from lightning_remat._version import __version__
-from lightning_remat.errors import RematWarning
+from lightning_remat.errors import InfeasibleBudgetError, RematWarning
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._plan_cache import PlanCache
 
@@ -49,6 +49,16 @@ class Reasons:
         """Run all later calls as before, and warn with the reason."""
         self.gave_up = True
         self.failed(reason)
+
+    def no_longer_fits(self, error: InfeasibleBudgetError) -> None:
+        """Warn that training that went on within its budget does not fit it any more."""
+        self.failures.append(f"it no longer fits its budget ({error})")
+        warnings.warn(
+            f"{self.name or 'the step'} no longer fits its budget, since something in it has changed (what is frozen, a "
+            f"statistic that Python reads): {error} The smallest plans run from now on, so that training goes on",
+            RematWarning,
+            stacklevel=2,
+        )
 
     def refused(self, graph: ComputationGraph, reason: str, instead: str, budget: object, cache: PlanCache) -> None:
         """Warn that the verifier refuses all schedules for a graph, a defect of this library, and save the graph."""

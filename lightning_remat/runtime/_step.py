@@ -33,7 +33,7 @@ from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._surroundings import Surroundings
 from lightning_remat.runtime._agreement import Agreement
 from lightning_remat.runtime._backend import Backend, NoPacking, NoSymbols, Stop
-from lightning_remat.runtime._call import Call, shapes_of
+from lightning_remat.runtime._call import Call, Shapes, shapes_of
 from lightning_remat.runtime._captures import Captures
 from lightning_remat.runtime._improving import Improving
 from lightning_remat.runtime._measuring import Measuring
@@ -42,6 +42,7 @@ from lightning_remat.runtime._paths import Paths
 from lightning_remat.runtime._planning import Planning
 from lightning_remat.runtime._plans import Plans, fits_as_it_is
 from lightning_remat.runtime._reasons import Reasons
+from lightning_remat.runtime._recent import Recent
 from lightning_remat.runtime._recordings import Recordings
 from lightning_remat.runtime._running import Step
 
@@ -52,6 +53,9 @@ ObserveOp = Callable[[str, str, tuple[Any, ...], dict[str, Any], Callable[[], An
 
 TIGHTER = 0.8
 """Share of the bytes between the floor and the peak of a plan that ran out of memory that the next plan may take."""
+
+SETTLED = 3
+"""Calls of the same shapes by plans after which training has begun: until then, a budget that cannot be held is an error."""
 
 
 def _with_homes(around: Callable[[], Surroundings]) -> Surroundings:
@@ -155,6 +159,7 @@ class ScheduledStep:
         )
         self._backend = Backend(function, step, accumulates, shared)
         self._captures = Captures(function, self._backend, self._call, self._reasons, dynamic_sources)
+        self._planned_calls: Recent[Shapes, int] = Recent()  # how often a call of some shapes has run by plans
         self._lazy = True  # its modules may have parameters that get their shapes in the first call
         self._checkpointed = False  # a checkpoint around the calls evaluates them again in the backward
         self.plans, self.runs, self.failures = self._plans.all, self._plans.runs, self._reasons.failures
@@ -196,6 +201,9 @@ class ScheduledStep:
                     self._captures.without_symbols(str(without))
                 except NoPacking as without:
                     self._captures.without_packing(str(without))
+                except Stop as stop:
+                    if self._call.ran or not self._goes_on(stop.error):
+                        raise stop.error from stop.error.__cause__
         finally:
             early.end()
 
@@ -222,8 +230,8 @@ class ScheduledStep:
         try:
             with internals.varying(varying):
                 result = compiled(*args, **kwargs)
-        except Stop as stop:
-            raise stop.error from stop.error.__cause__
+        except Stop:
+            raise
         except BaseException:
             self._captures.raised()
             raise
@@ -242,7 +250,18 @@ class ScheduledStep:
         if self._call.captured:
             self._plans.seconds = planning_seconds + time.monotonic() - started
         self._measuring.returned(self._call.shapes, result)
+        if self._call.ran:
+            self._planned_calls[self._call.shapes] = (self._planned_calls.get(self._call.shapes) or 0) + 1
         return result
+
+    def _goes_on(self, error: Exception) -> bool:
+        """Whether training that has gone on by plans goes on by the smallest ones, now that the budget cannot be held."""
+        settled = self._planned_calls.get(self._call.shapes) or 0
+        if not isinstance(error, InfeasibleBudgetError) or settled < SETTLED or self.config.budget == "min":
+            return False
+        self._reasons.no_longer_fits(error)
+        self._plans.take_the_smallest()
+        return True
 
     # -- before and after a call --------------------------------------------------------------------------------------
 
@@ -323,7 +342,12 @@ class ScheduledStep:
             elif self.leave_alone and self._plans.fits_as_it_is:
                 self._plans.plain[shapes] = self._call.ran[0][1]
         elif not self._captures.waits and not any(graph.left for graph in path):  # else the next one takes another path
-            self._paths.plan(shapes, path)
+            try:
+                self._paths.plan(shapes, path)
+            except InfeasibleBudgetError as error:
+                if not self._goes_on(error):
+                    raise
+                self._paths.plan(shapes, path)
             planned = self._paths.numbers(shapes, path) if self.leave_alone and self._is_sharded else None
             if planned and self._fits_as_it_is(planned):
                 self._plans.plain[shapes] = max(planned, key=lambda i: self.plans[i].baseline_peak_bytes)

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from torch import nn
 
 from lightning_remat.callbacks import RematCallback
+from lightning_remat.errors import InfeasibleBudgetError, RematWarning
 from tests.helpers.small import ONE, Checked, quick, saving, two
 from tests.helpers.training import (
     Classifier,
@@ -187,3 +188,26 @@ def test_the_callback_can_be_copied_and_pickled_after_a_fit_and_keeps_nothing_of
     run = fit(Classifier, copied, train=two)
     assert_same(fit(Classifier, train=two).results, run.results)
     assert_ran(copied, 1)
+
+
+# -- what changes in a fit --------------------------------------------------------------------------------------------
+
+
+def test_a_budget_that_no_longer_fits_ends_no_training():
+    """The last epoch of `StochasticWeightAveraging` updates batch norms in a way that is not captured."""
+
+    def trained(*remat: RematCallback) -> Run:
+        averaging = StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1, annealing_epochs=2)
+        return fit(Classifier, averaging, *remat, train=lambda: loader(32), max_epochs=3)
+
+    remat = callback(0.5)
+    with pytest.warns(RematWarning, match=r"no longer fits its budget, .*: no schedule was found .* training goes on"):
+        scheduled = trained(remat)
+    assert_same(trained().results, scheduled.results)
+    assert sum(remat.runs) > 0 and remat.plans[0].rematerializes
+    assert len(remat.plans) > 1 and remat.runs[-1] > 0
+
+
+def test_a_budget_that_does_not_fit_at_first_is_an_error():
+    with pytest.raises(InfeasibleBudgetError):
+        fit(Classifier, callback("1KiB"), train=two)

@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch.utils import _pytree as pytree
 
-from lightning_remat.capture._torch import SetAttrVariable, TensorVariable
+from lightning_remat.capture._torch import SetAttrVariable, TensorVariable, tensor_leaves
 
 _SETATTR = "_call_setattr" if "_call_setattr" in vars(SetAttrVariable) else "call_setattr"
 """Name of the method by which Dynamo sets an attribute: torch 2.13's, or that of earlier releases."""
@@ -73,8 +72,7 @@ def _place(tensor: torch.Tensor) -> tuple[int, Any]:
 
 def _has_gradients(node: torch.fx.Node) -> bool:
     """Whether gradients come through what a node computes, or that is not known."""
-    value = node.meta.get("example_value")
-    tensors = [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
+    tensors = tensor_leaves(node.meta.get("example_value"))
     return not tensors or any(one.requires_grad for one in tensors)
 
 
