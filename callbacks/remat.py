@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -177,6 +178,8 @@ class RematCallback(Callback):
         self._found = Found()  # in the fit before
         self._announced, self._shown = 0, 0  # how many plans were looked at, and shown
         self._batches, self._told = 0, False
+        self._went_back = False  # whether a backward of the present batch has begun
+        self._uncounted = False  # whether it met gradients that no plan counts
         self._measure_next = 0  # steps
         self._over = False  # a warning was given that a step took more than predicted
         self._limit: int | float | None = None  # the Trainer's `limit_train_batches`, while `plan_only` has set it to 0
@@ -328,6 +331,7 @@ class RematCallback(Callback):
     ) -> None:
         self._stop_tracking()  # left open by a batch that another hook has skipped
         self._batches += 1
+        self._went_back = self._uncounted = False
         if self._step is None or not self.config.measure:
             return
         # DDP rebuilds its buckets once it knows in which order gradients arrive.
@@ -344,6 +348,15 @@ class RematCallback(Callback):
         held = held_on_device(trainer, pl_module, batch)
         peak = self._tracker.enter_context(track_peak(device))
         self._tracked = peak, held, sum(self._step.runs)
+
+    @override
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        if self.training_step is None:
+            return
+        first, self._went_back = not self._went_back, True
+        if self.training_step.notice_gradients(first):
+            self._uncounted = True
+            rank_zero_info("gradients of earlier steps are there in a backward: the next step is planned with them")
 
     @override
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -443,7 +456,7 @@ class RematCallback(Callback):
         log_metrics(trainer, measured_metrics(plan, measured, peak.reserved_bytes))
         scheduled = sum(self._step.runs) > runs  # a plan has run, and not the unchanged step
         over = over_prediction(plan, peak, measured, self._step.recorded) if scheduled else ""
-        if over and not self._over:
+        if over and not self._over and not self._uncounted:
             self._over = True
             warnings.warn(over, RematWarning, stacklevel=2)
 

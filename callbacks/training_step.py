@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -66,18 +67,23 @@ class TrainingStep:
         alone: bool = False,
         at_hand: AtHand | None = None,
     ) -> None:
-        self.rehearsal, self._logs = False, True
+        self.rehearsal, self._logs, self._keeps_gradients = False, True, False
         self._installed = contextlib.ExitStack()
         self.first: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
         self.guard: Callable[[functools.partial[Any]], Any] = _unguarded
         self._module, self._strategy, self._trainer = module, trainer.strategy, trainer
         self._progress, self._updated, self._state_bytes = progress, _parameters_of(trainer.optimizers), 0
+        self._frozen_gradients: dict[frozenset[int], int] = {}  # bytes at a backward, by the ids of what is frozen then
         self._deferred, self._own_state = Deferred(module), OwnState(module)
         self.config = config if alone else agreed_config(trainer, module, config)
 
         def beside() -> Surroundings:  # asked for each plan: a strategy may keep more than it did at first
             self._state_bytes = state = optimizer_state_bytes(trainer.optimizers, trainer.strategy.root_device)
-            return surroundings(trainer, module, state, reserve + getattr(trainer.strategy, "reserved_bytes", 0))
+            reserved = reserve + getattr(trainer.strategy, "reserved_bytes", 0)
+            around = surroundings(trainer, module, state, reserved, self._accumulates())
+            frozen = _ids(p for p in module.parameters() if not p.requires_grad)
+            more = self._frozen_gradients.get(frozen, 0)
+            return dataclasses.replace(around, resident_bytes=around.resident_bytes + more)
 
         self.scheduled = ScheduledStep(
             module.training_step,
@@ -91,7 +97,7 @@ class TrainingStep:
             agreement=None if alone else agreement(trainer),
             reserved=parse_budget(config.budget).kind is BudgetKind.AUTO,  # also where all processes agreed on a size
             reduces=lambda: self._is_left_alone(trainer) and reduces_gradients(trainer.strategy.model),
-            accumulates=lambda: self._is_left_alone(trainer) and _takes_gradients(trainer),
+            accumulates=lambda: self._is_left_alone(trainer) and self._takes_gradients(),
             at_hand=at_hand,
         )
 
@@ -126,6 +132,42 @@ class TrainingStep:
                 "the budget: steps that were planned before may be over it by as much. Give a larger budget",
                 category=RematWarning,
             )
+
+    def notice_gradients(self, first: bool) -> bool:
+        """To be called before a backward: from the next step on, gradients that are there then are counted.
+
+        Args:
+            first: whether it is the step's first backward.
+
+        Returns:
+            Whether there are any that no plan has counted.
+        """
+        if not isinstance(self._strategy, SingleDeviceStrategy):
+            return False
+        noticed = False
+        if first and not self._accumulates():
+            noticed = any(p.grad is not None and p.requires_grad for p in self._module.parameters())
+            self._keeps_gradients = noticed
+        if not self._module.automatic_optimization:  # where optimizers are toggled
+            frozen = [p for p in self._module.parameters() if not p.requires_grad]
+            nbytes = held_bytes([p.grad for p in frozen if p.grad is not None], device=self._strategy.root_device)
+            if nbytes > self._frozen_gradients.get(key := _ids(frozen), 0):
+                self._frozen_gradients[key] = nbytes
+                noticed = True
+        if noticed:
+            self.scheduled.capture_anew()
+        return noticed
+
+    def _accumulates(self) -> bool:
+        """Whether gradients of earlier batches are there when a backward begins, in this epoch or in another."""
+        return self._keeps_gradients or _accumulates(self._trainer)
+
+    def _takes_gradients(self) -> bool:
+        """Whether gradients that leave a backward while it runs take no memory of their own from then on: they are added to
+        those at hand, or to DDP's buckets.
+        """
+        known = isinstance(self._strategy, (SingleDeviceStrategy, DDPStrategy))
+        return known and (self._accumulates() or gradients_in_buckets(self._trainer))
 
     def _is_left_alone(self, trainer: pl.Trainer) -> bool:
         """Whether nothing but ``Tensor.backward`` of the step's loss follows it."""
@@ -194,13 +236,15 @@ def _unguarded(run: functools.partial[Any]) -> Any:
     return run()
 
 
-def surroundings(trainer: pl.Trainer, module: pl.LightningModule, state: int, reserve: int = 0) -> Surroundings:
+def surroundings(
+    trainer: pl.Trainer, module: pl.LightningModule, state: int, reserve: int, accumulating: bool
+) -> Surroundings:
     """What the device holds in a training step: the module, its gradients, DDP's buckets, and the optimizers' state.
 
-    Of that state there are ``state`` bytes, and something else will need ``reserve``.
+    Of that state there are ``state`` bytes, and something else will need ``reserve``. While gradients are ``accumulating``,
+    the old ones are there in a backward as well.
     """
     device = trainer.strategy.root_device
-    accumulating = _accumulates(trainer)
     around = Surroundings(
         module_bytes=held_bytes(module, device=device),
         trainable_bytes=held_bytes([p for p in module.parameters() if p.requires_grad], device=device),
@@ -220,17 +264,13 @@ def _accumulates(trainer: pl.Trainer) -> bool:
     return trainer.accumulate_grad_batches > 1 or any(max(s.scheduling.values()) > 1 for s in schedulers)
 
 
-def _takes_gradients(trainer: pl.Trainer) -> bool:
-    """Whether gradients that leave a backward while it runs take no memory of their own from then on: they are added to those
-    at hand, or to DDP's buckets.
-    """
-    known = isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy))
-    return known and (_accumulates(trainer) or gradients_in_buckets(trainer))
-
-
 def _parameters_of(optimizers: Sequence[torch.optim.Optimizer]) -> int:
     """How many parameters some optimizers update."""
     return sum(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups)
+
+
+def _ids(parameters: Iterable[torch.nn.Parameter]) -> frozenset[int]:
+    return frozenset(map(id, parameters))
 
 
 _NOTHING = object()

@@ -491,6 +491,10 @@ class ScheduledStep:
             plan_again()
         return budget_bytes
 
+    def capture_anew(self) -> None:
+        """Capture and plan everything again from the next call on, with what is beside it then."""
+        self._captures.anew()
+
     def make_room(self, nbytes: int) -> bool:
         """Count so many more bytes that are held on the device all through every step, and plan again where there is no room.
 
