@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import lightning.pytorch as pl
 from lightning.fabric.strategies.registry import _StrategyRegistry
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.parsing import _lightning_get_all_attr_holders
 
@@ -36,6 +37,12 @@ def steps_logged(trainer: pl.Trainer) -> int:
 def accumulates(trainer: pl.Trainer) -> bool:
     """Whether the current batch ends without an optimizer's step."""
     return trainer.fit_loop._should_accumulate()
+
+
+def names_modules(trainer: pl.Trainer) -> bool:
+    """Whether the Trainer's profiler puts hooks on all modules, to record their names."""
+    profiler = trainer.profiler  # type: ignore[attr-defined]
+    return isinstance(profiler, PyTorchProfiler) and profiler._record_module_names
 
 
 def wrapped_optimizers(trainer: pl.Trainer) -> Iterable[Any]:

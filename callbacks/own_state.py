@@ -2,7 +2,8 @@
 
 Dynamo guards on such values, so that the step would be recompiled every time. What a step changes is found by comparing
 before and after it; then a counter is declared to Dynamo as dynamic, and a list is replaced by a stand-in
-(`GrowingList`).
+(`GrowingList`). A list of tensors with gradients (features that hooks collect) is more likely to be emptied by each step: it
+is replaced when it has grown twice.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import lightning.pytorch as pl
+import torch
 
 from lightning_remat.callbacks.lightning_internals import STEP_COUNTERS
 
@@ -35,6 +37,10 @@ def _names(step: Callable[..., object]) -> list[str]:
     return found
 
 
+def _has_gradient(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
 class OwnState:
     """The counters and lists of a module that its training step was seen to change.
 
@@ -52,6 +58,7 @@ class OwnState:
         self.lists: set[str] = set()
         self._module = module
         self._counters: set[str] = set()
+        self._filled: set[str] = set()  # lists that have grown in a step
         own, _, batch_idx = _names(module.training_step)
         self._self = re.escape(own)
         self._always = [re.escape(batch_idx), self._self + STEP_COUNTERS]
@@ -75,4 +82,6 @@ class OwnState:
         for name, length in lengths.items():
             now = attributes.get(name)
             if type(now) is list and len(now) > length:
-                self.lists.add(name)
+                if name in self._filled or not any(map(_has_gradient, now[length:])):
+                    self.lists.add(name)
+                self._filled.add(name)

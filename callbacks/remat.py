@@ -31,7 +31,7 @@ from lightning_remat.callbacks.dashboard import (
     write_plan,
 )
 from lightning_remat.callbacks.distributed import bucket_bytes, held_on_device
-from lightning_remat.callbacks.lightning_internals import accumulates, steps_logged
+from lightning_remat.callbacks.lightning_internals import accumulates, names_modules, steps_logged
 from lightning_remat.callbacks.module_state import ModuleState
 from lightning_remat.callbacks.progress import PlanningProgress
 from lightning_remat.callbacks.training_data import TrainingData
@@ -317,6 +317,12 @@ class RematCallback(Callback):
                 category=RematWarning,
             )
             return None
+        if names_modules(trainer):
+            rank_zero_warn(
+                "Lightning's PyTorchProfiler puts hooks on all modules, and each ends a captured graph: the step is planned in "
+                "many parts, which saves little. Give Trainer(profiler=PyTorchProfiler(record_module_names=False))",
+                category=RematWarning,
+            )
         step = TrainingStep(
             trainer, module, self.config, reserve=self.config.reserve, progress=progress, at_hand=self.at_hand
         )

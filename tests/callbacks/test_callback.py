@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import io
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch import nn
 
 from lightning_remat.budget import device_total_bytes
 from lightning_remat.callbacks import RematCallback, RematCallbackConfig
-from lightning_remat.errors import BudgetError, ConfigError, InfeasibleBudgetError
+from lightning_remat.errors import BudgetError, ConfigError, InfeasibleBudgetError, RematWarning
 from tests.helpers.small import ONE, NoBatchIdx
 from tests.helpers.training import (
     Classifier,
@@ -134,17 +135,26 @@ def test_progress_bars(bar):
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule will be overridden:UserWarning")
 @pytest.mark.filterwarnings("ignore:only a part of Classifier:lightning_remat.planner.RematWarning")
-@pytest.mark.parametrize("make", [PyTorchProfiler, SimpleProfiler])
+def without_names(**where: Any) -> PyTorchProfiler:
+    return PyTorchProfiler(record_module_names=False, **where)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch Profiler default schedule:UserWarning")
+@pytest.mark.parametrize("make", [PyTorchProfiler, without_names, SimpleProfiler])
 def test_profilers(make, tmp_path):
     plain = fit(Classifier, train=lambda: loader(24))
     remat = callback("min", measure=True)
-    scheduled = fit(Classifier, remat, train=lambda: loader(24), profiler=make(dirpath=tmp_path, filename="profile"))
+    told = pytest.warns(RematWarning, match="record_module_names=False") if make is PyTorchProfiler else nullcontext()
+    with told:
+        scheduled = fit(
+            Classifier, remat, train=lambda: loader(24), profiler=make(dirpath=tmp_path, filename="profile")
+        )
     assert_same(plain.results, scheduled.results)
     assert remat.failures == () and remat.runs and all(remat.runs)
-    # Lightning's PyTorchProfiler hooks every layer, and hooks end a graph: there is nothing to recompute in one layer.
     # Only one torch profiler can run: nothing is measured beside it.
-    assert (remat.measured_peak_bytes is None) == (make is PyTorchProfiler)
-    assert make is PyTorchProfiler or remat.plan.rematerializes
+    assert (remat.measured_peak_bytes is None) == (make is not SimpleProfiler)
+    # Hooks end a graph: there is nothing to recompute in one layer.
+    assert remat.plan.rematerializes == (make is not PyTorchProfiler)
 
 
 # -- the callback's options -------------------------------------------------------------------------------------------

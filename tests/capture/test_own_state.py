@@ -71,6 +71,36 @@ def test_one_graph(make):
     assert type(scheduled.module.outputs) is list
 
 
+class CollectsFeatures(Keeping):
+    """Hooks fill a list that each step empties."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for part in list(self.net)[:2]:
+            part.register_forward_hook(lambda module, args, output: self.outputs.append(output))
+
+    def body(self, batch, loss):
+        found = sum(one.abs().mean() for one in self.outputs)
+        self.outputs.clear()
+        return loss + found
+
+
+class EmptiesItFirst(CollectsFeatures):
+    def loss(self, batch):
+        self.outputs.clear()
+        return super().loss(batch)
+
+    def body(self, batch, loss):
+        return loss + sum(one.abs().mean() for one in self.outputs)
+
+
+@pytest.mark.parametrize("make", [CollectsFeatures, EmptiesItFirst])
+def test_lists_that_each_step_empties(make):
+    _, _, remat = compare(make, train=batches, plans=None, max_epochs=2, budget="min")
+    assert not remat.failures
+    assert len(remat.plans) <= 2 and sum(remat.runs) == 12
+
+
 class NewListEachEpoch(Keeping):
     def body(self, batch, loss):
         self.outputs.append(loss.detach())
