@@ -87,7 +87,8 @@ class RematCallback(Callback):
         fuse: ``"exact"`` has runs of elementwise ops compiled into one kernel each where that has the same bits and the step
             costs less so (`RematConfig`); ``"fast"`` takes other bits too; ``"off"`` does not.
         offload: ``"host"`` may have tensors wait in the host's memory for the backward, where that costs less than to compute
-            them again (`RematConfig`); ``"off"`` does not.
+            them again (`RematConfig`); ``"off"`` does not. (``tiling``, ``fuse`` and ``offload`` may be ``False``, which is
+            what YAML makes of ``off``.)
         host_budget: the most that may lie there, for one process: bytes, a size, or a share in (0, 1] of what is free;
             ``None`` for a quarter of that, divided among the processes of a machine.
         reserve: bytes that something else will need on the device during a step (an EMA copy, say).
@@ -135,10 +136,10 @@ class RematCallback(Callback):
         margin: float = 0.05,
         background: bool = False,
         allocator: str = "auto",
-        tiling: str = "exact",
+        tiling: str | bool = "exact",
         cuda_graphs: bool = False,
-        fuse: str = "off",
-        offload: str = "off",
+        fuse: str | bool = "off",
+        offload: str | bool = "off",
         host_budget: Any = None,
         reserve: int = 0,
         solver_options: Mapping[str, Any] | None = None,

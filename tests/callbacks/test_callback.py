@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import jsonargparse
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -205,6 +206,13 @@ class TestConfig:
         assert RematCallback.from_config(node).config == RematCallbackConfig(budget=0.5, measure=False)
         with pytest.raises(OmegaConfBaseException):
             OmegaConf.merge(OmegaConf.structured(RematCallbackConfig), {"time_limit": "long"})
+
+    def test_off_in_the_yaml_of_a_command_line(self) -> None:
+        parser = jsonargparse.ArgumentParser()
+        parser.add_class_arguments(RematCallback, "remat")
+        parsed = parser.parse_string("remat: {budget: min, tiling: off, fuse: off, offload: off}")
+        config = RematCallback(**parsed.remat.as_dict()).config
+        assert (config.budget, config.tiling, config.fuse, config.offload) == ("min", "off", "off", "off")
 
     @pytest.mark.parametrize("source", [None, [("budget", 0.5)], 3])
     def test_other_sources_are_told(self, source: Any) -> None:
