@@ -9,27 +9,35 @@ adds up itself (`Accumulator`) are written to memory of their own, which paramet
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from lightning_remat._settings import setting
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.capture import _torch as internals
-from lightning_remat.capture._effects import says, tells
 from lightning_remat.errors import RematWarning
 from lightning_remat.graph import TensorRole
 from lightning_remat.runtime._accumulate import Accumulator, Homes
 from lightning_remat.runtime._copies import copied_out, layout, memory_like
 from lightning_remat.runtime._moving import MovingBuffers
 from lightning_remat.runtime._recent import Recent
-
-Run = Callable[[list[Any]], Any]
-"""Runs a lowered module; clears the list that it is given."""
+from lightning_remat.runtime._recorded import (
+    Known,
+    Recorded,
+    Run,
+    Tape,
+    Tapes,
+    as_unrecorded,
+    devices_of,
+    held_arguments,
+    known_of,
+    moved_elsewhere,
+    unrecordable,
+)
 
 WARM_UP = 2
 """Calls of each kind that run unrecorded before the one in which it is noted what is done with random states."""
@@ -50,82 +58,6 @@ _SETTINGS = (
 
 MOST = 16
 """Recorded forwards of a captured graph, one for each plan and set of strides."""
-
-
-class Tape(Protocol):
-    """One recorded run."""
-
-    @property
-    def stale(self) -> bool:
-        """Whether it must not be replayed any more."""
-
-    def replay(self, args: Sequence[Any]) -> None:
-        """Do once more what it did; states of random number generators are read from these arguments."""
-
-
-class Tapes(Protocol):
-    """Records runs (see `lightning_remat.capture._torch.CudaTapes`)."""
-
-    def noted(self) -> contextlib.AbstractContextManager[Any]:
-        """While open, what is done with random states is noted."""
-
-    def record(self, run: Run, args: list[Any], noted: Any) -> tuple[Any, Tape]:
-        """Run a function once, and keep how."""
-
-    def unowned(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor with the memory of one that a recorded run returned, which it does not keep."""
-
-
-@dataclasses.dataclass
-class _Known:
-    """What is known of the runs of one kind, as long as they run unrecorded.
-
-    Attributes:
-        runs: how many there were.
-        noted: what one of them did with random states; ``None`` before.
-        outputs: the devices of what it returned.
-    """
-
-    runs: int = 0
-    noted: Any = None
-    outputs: list[torch.device | None] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass
-class _Recorded:
-    """A recorded forward, and its backward.
-
-    Attributes:
-        tape: replays the forward.
-        given: its arguments.
-        copied: by position of an argument that is copied, the memory that it is copied to.
-        fixed: ids of the other arguments.
-        returned: what it returns to the step's caller, and
-        saved: to its backward; tensors among both are read where they lie, and not owned.
-        elsewhere: by position, the devices of those that lie on another one where the forward is not recorded: states of fused
-            attention's dropout, which a backward that is not recorded reads in the host's memory.
-        call: number of the call in which it was recorded: what that saved is owned by autograd's graph, so that the recorded
-            backward frees it where it has read it.
-        backward: replays the backward; ``None`` as long as there is none.
-        key: of the backward: with any other the recorded one is not used.
-        tangents: the memory that its last arguments are copied to.
-        gradients: what it returns, as above.
-        homes: by position among these, the parameters (by position) whose gradients have memory of their own (`Homes`).
-    """
-
-    tape: Tape
-    given: list[Any]
-    copied: dict[int, torch.Tensor]
-    fixed: frozenset[int]
-    returned: list[Any]
-    saved: list[Any]
-    elsewhere: dict[int, torch.device]
-    call: int = 0
-    backward: Tape | None = None
-    key: Hashable = None
-    tangents: list[torch.Tensor] = dataclasses.field(default_factory=list)
-    gradients: list[Any] = dataclasses.field(default_factory=list)
-    homes: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 TAPES: dict[str, Callable[[torch.device], Tapes]] = {"cuda": internals.CudaTapes}
@@ -151,7 +83,7 @@ class Recordings:
         self._recorders: list[Recorder] = []
         self.homes = Homes()
         self.serial = 0
-        self.last: _Recorded | None = None
+        self.last: Recorded | None = None
         self._waiting: weakref.ref[torch.Tensor] | None = None
         self._told: set[str] = set()
 
@@ -167,7 +99,7 @@ class Recordings:
         device = captured.device
         if not self._wanted or device.type not in TAPES:
             return None
-        reason = _unrecordable(captured)
+        reason = unrecordable(captured)
         if reason is not None:
             self.told(reason)
             return None
@@ -208,7 +140,7 @@ class Recordings:
         """Whether a backward may come that reads what a replayed forward has saved."""
         return self._waiting is not None and self._waiting() is not None
 
-    def begun(self, recorded: _Recorded) -> int:
+    def begun(self, recorded: Recorded) -> int:
         """A forward was replayed; returns the number of the call."""
         self.serial += 1
         self.last = recorded
@@ -243,11 +175,11 @@ class Recorder:
     ) -> None:
         self._shared, self._tapes, self._device = shared, tapes, captured.device
         self._accumulator, self._buffers = accumulator, buffers
-        self._arguments, self._held = captured.arguments, _held(captured)
+        self._arguments, self._held = captured.arguments, held_arguments(captured)
         self._written = frozenset(captured.primals.index(one) for one in captured.updated.values())
-        self._forwards: Recent[Hashable, _Known] = Recent(MOST)
-        self._backwards: Recent[Hashable, _Known] = Recent(MOST)
-        self._recorded: dict[Hashable, _Recorded] = {}
+        self._forwards: Recent[Hashable, Known] = Recent(MOST)
+        self._backwards: Recent[Hashable, Known] = Recent(MOST)
+        self._recorded: dict[Hashable, Recorded] = {}
         self._ready: set[int] = set()  # versions of which a backward could be recorded too
         self._attempts = 0
         self.serial = 0
@@ -287,19 +219,19 @@ class Recorder:
             _write(written)
             self.serial = self._shared.begun(recorded)
             return [*copied_out(recorded.returned, recorded.fixed), *recorded.saved]
-        known = _known(self._forwards, key)
+        known = known_of(self._forwards, key)
         if known.runs <= WARM_UP or len(self._recorded) == MOST:
             return run(args)  # type: ignore[no-any-return]
         if known.noted is None:
             with self._tapes.noted() as known.noted:
                 outputs: Sequence[Any] = run(args)
-            known.outputs = _devices(outputs)
+            known.outputs = devices_of(outputs)
             return outputs
         if version not in self._ready:
             return run(args)  # type: ignore[no-any-return]
         return self._record_forward(key, run, args, known, returned)
 
-    def _record_forward(self, key: Hashable, run: Run, args: list[Any], known: _Known, returned: int) -> Sequence[Any]:
+    def _record_forward(self, key: Hashable, run: Run, args: list[Any], known: Known, returned: int) -> Sequence[Any]:
         copied = {
             i: memory_like(one).copy_(one)
             for i, one in enumerate(args)
@@ -318,8 +250,8 @@ class Recorder:
         _write(written)
         kept = self._unowned(found, given)
         fixed = frozenset(id(one) for i, one in enumerate(given) if i not in copied)
-        elsewhere = _elsewhere(known.outputs[returned:], found[returned:])
-        recorded = _Recorded(tape, given, copied, fixed, kept[:returned], kept[returned:], elsewhere)
+        elsewhere = moved_elsewhere(known.outputs[returned:], found[returned:])
+        recorded = Recorded(tape, given, copied, fixed, kept[:returned], kept[returned:], elsewhere)
         self._recorded[key] = recorded
         self.serial = recorded.call = self._shared.begun(recorded)
         return [*copied_out(found[:returned], fixed), *found[returned:]]
@@ -374,12 +306,12 @@ class Recorder:
         if recorded is not None and recorded.backward is not None:
             if key == recorded.key and not recorded.backward.stale and self._homes_are_free(recorded):
                 return self._replay_backward(recorded, recorded.backward, args, saved)
-            return run(_as_unrecorded(recorded, args))  # type: ignore[no-any-return]
+            return run(as_unrecorded(recorded, args))  # type: ignore[no-any-return]
         noted = known.noted if key is not None and (known := self._backwards.get(key)) is not None else None
         if recorded is not None and recorded.call == serial and noted is not None:
             return self._record_backward(recorded, key, run, args, saved, noted)
         if recorded is not None:
-            args = _as_unrecorded(recorded, args)
+            args = as_unrecorded(recorded, args)
             self._drop(recorded)
         return self._unrecorded_backward(version, key, run, args)
 
@@ -388,7 +320,7 @@ class Recorder:
             return run(args)  # type: ignore[no-any-return]
         if self._accumulator is not None:
             self._accumulator.make_homes()
-        known = _known(self._backwards, key)
+        known = known_of(self._backwards, key)
         if known.runs <= WARM_UP or known.noted is not None:
             return run(args)  # type: ignore[no-any-return]
         self._ready.add(version)
@@ -396,7 +328,7 @@ class Recorder:
             return run(args)  # type: ignore[no-any-return]
 
     def _record_backward(
-        self, recorded: _Recorded, key: Hashable, run: Run, args: list[Any], saved: int, noted: Any
+        self, recorded: Recorded, key: Hashable, run: Run, args: list[Any], saved: int, noted: Any
     ) -> Sequence[Any]:
         accumulator = self._accumulator
         tangents = [memory_like(one).copy_(one) for one in args[saved:]]
@@ -413,12 +345,12 @@ class Recorder:
             self._drop(recorded)
             self._leave(error)
             again = [one for one in recorded.saved if isinstance(one, torch.Tensor)]
-            return run(_as_unrecorded(recorded, [*sizes, *again, *tangents]))  # type: ignore[no-any-return]
+            return run(as_unrecorded(recorded, [*sizes, *again, *tangents]))  # type: ignore[no-any-return]
         recorded.gradients = self._unowned(found, [found[i] for i in homes])
         recorded.backward, recorded.key, recorded.tangents, recorded.homes = tape, key, tangents, homes
         return self._gradients(recorded, first)
 
-    def _replay_backward(self, recorded: _Recorded, tape: Tape, args: list[Any], saved: int) -> Sequence[Any]:
+    def _replay_backward(self, recorded: Recorded, tape: Tape, args: list[Any], saved: int) -> Sequence[Any]:
         for memory, one in zip(recorded.tangents, args[saved:], strict=True):
             memory.copy_(one)
         states = args[:saved]
@@ -437,11 +369,11 @@ class Recorder:
         layouts = tuple(map(layout, tangents))
         return None if None in layouts else (version, ways, layouts)
 
-    def _homes_are_free(self, recorded: _Recorded) -> bool:
+    def _homes_are_free(self, recorded: Recorded) -> bool:
         """Whether nobody but parameters holds gradients of earlier steps."""
         return self._accumulator is None or self._accumulator.homes_are_free(recorded.homes.values())
 
-    def _gradients(self, recorded: _Recorded, first: frozenset[int]) -> list[Any]:
+    def _gradients(self, recorded: Recorded, first: frozenset[int]) -> list[Any]:
         """What autograd is given: copies, and where a parameter had no gradient, the memory that it has of its own."""
         found: list[Any] = []
         for i, one in enumerate(recorded.gradients):
@@ -471,7 +403,7 @@ class Recorder:
             for one in values
         ]
 
-    def _drop(self, recorded: _Recorded) -> None:
+    def _drop(self, recorded: Recorded) -> None:
         """Forget a forward whose backward was not recorded."""
         self._recorded = {key: one for key, one in self._recorded.items() if one is not recorded}
         self._attempts += 1
@@ -485,60 +417,8 @@ class Recorder:
         self._shared.told(f"{type(error).__name__}: {words}")
 
 
-def _devices(values: Sequence[Any]) -> list[torch.device | None]:
-    return [one.device if isinstance(one, torch.Tensor) else None for one in values]
-
-
-def _elsewhere(before: Sequence[torch.device | None], values: Sequence[Any]) -> dict[int, torch.device]:
-    """By position, the devices on which tensors were before, where they are on others now."""
-    pairs = enumerate(zip(before, _devices(values), strict=True))
-    return {i: device for i, (device, now) in pairs if device is not None and device != now}
-
-
-def _as_unrecorded(recorded: _Recorded, args: list[Any]) -> list[Any]:
-    """Arguments of a backward of a recorded forward, as one that is not recorded reads them; the list is the same."""
-    sizes = sum(not isinstance(one, torch.Tensor) for one in args)  # they come first
-    for i, device in recorded.elsewhere.items():
-        args[sizes + i] = args[sizes + i].to(device)
-    return args
-
-
 def _write(written: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Write to arguments what the forward has written to their copies."""
     with torch.no_grad():
         for argument, copy in written:
             argument.copy_(copy)
-
-
-def _unrecordable(captured: CapturedGraph) -> str | None:
-    """Why a graph would do otherwise when it is replayed, where nothing but its kernels would run; ``None`` if it would not."""
-    device = captured.device.type
-    for op, node in zip(captured.graph.ops, captured.nodes, strict=True):
-        if node is None:
-            continue
-        if says(node) or tells(node):
-            return f"{op.name} does something beside its result, which it would do no more in a recorded step"
-        value = node.meta.get("val")
-        first = value[0] if isinstance(value, (tuple, list)) and value else value
-        if op.random and isinstance(first, torch.Tensor) and first.device.type != device:
-            return f"{op.name} draws random numbers on the device {first.device}, and would draw the same ones in each step"
-    return None
-
-
-def _held(captured: CapturedGraph) -> frozenset[int]:
-    """Positions of a graph's arguments that are no part of a batch."""
-    tensors = captured.graph.tensors
-    return frozenset(
-        i
-        for i, node in enumerate(captured.primals)
-        if node in captured.node_tensor and tensors[captured.node_tensor[node]].role is not TensorRole.BATCH
-    )
-
-
-def _known(kinds: Recent[Hashable, _Known], key: Hashable) -> _Known:
-    """What is known of a kind of run, this one counted."""
-    known = kinds.get(key)
-    if known is None:
-        known = kinds[key] = _Known()
-    known.runs += 1
-    return known

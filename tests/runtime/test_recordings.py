@@ -18,7 +18,7 @@ from lightning_remat import RematConfig, Rematerialized, rematerialize
 from lightning_remat.errors import ConfigError, RematWarning
 from lightning_remat.exactness._advice import Settings
 from lightning_remat.exactness._bits import same_bits
-from lightning_remat.runtime import _copies, _recordings
+from lightning_remat.runtime import _copies, _recorded, _recordings
 from lightning_remat.runtime._recordings import WARM_UP, Recorder
 from tests.helpers import training
 from tests.helpers.tapes import FakeTape, FakeTapes
@@ -259,11 +259,11 @@ def test_batches_that_lie_otherwise(tapes: list[FakeTapes], view: Callable[[torc
 def test_what_lay_elsewhere_goes_back_there() -> None:
     """On CUDA, states of fused attention's dropout: in the host's memory unless its forward is recorded."""
     one, other = torch.zeros(2), torch.zeros(2, device="meta")
-    before = _recordings._devices([one, other, 3])
-    assert _recordings._elsewhere(before, [one, other, 3]) == {}
-    assert _recordings._elsewhere(before, [one, one, 3]) == {1: torch.device("meta")}
-    recorded = _recordings._Recorded(FakeTape(list, [], []), [], {}, frozenset(), [], [one, one], {1: other.device})
-    found = _recordings._as_unrecorded(recorded, [5, one, one, one])
+    before = _recorded.devices_of([one, other, 3])
+    assert _recorded.moved_elsewhere(before, [one, other, 3]) == {}
+    assert _recorded.moved_elsewhere(before, [one, one, 3]) == {1: torch.device("meta")}
+    recorded = _recorded.Recorded(FakeTape(list, [], []), [], {}, frozenset(), [], [one, one], {1: other.device})
+    found = _recorded.as_unrecorded(recorded, [5, one, one, one])
     assert [one.device.type for one in found[1:]] == ["cpu", "meta", "cpu"]
 
 
@@ -410,9 +410,9 @@ def test_random_numbers_of_another_device_are_drawn_in_each_step() -> None:
     step(batches(1)[0])
     assert step.scheduled is not None
     captured: Any = step.scheduled._plans.graphs[0].captured
-    assert _recordings._unrecordable(captured) is None
+    assert _recorded.unrecordable(captured) is None
     other = types.SimpleNamespace(graph=captured.graph, nodes=captured.nodes, device=torch.device("cuda"))
-    assert "draws random numbers on the device cpu" in str(_recordings._unrecordable(other))  # type: ignore[arg-type]
+    assert "draws random numbers on the device cpu" in str(_recorded.unrecordable(other))  # type: ignore[arg-type]
 
 
 def test_tf32_in_its_new_form(tapes: list[FakeTapes]) -> None:
