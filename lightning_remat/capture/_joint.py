@@ -166,7 +166,8 @@ class _Reader:
         self, node: Node | None, value: torch.Tensor, name: str, *, on: int | None = None, role: TensorRole
     ) -> int:
         if value.layout is not torch.strided:
-            raise CaptureError(f"{name} has the layout {value.layout}: only strided tensors can be scheduled")
+            remedy = "; an embedding with sparse=True gives such a gradient" if value.layout is torch.sparse_coo else ""
+            raise CaptureError(f"{name} has the layout {value.layout}: only strided tensors can be scheduled{remedy}")
         spec = self.specs.of(value)
         if self.symbols:
             self.symbols_seen.update(*map(symbols_of, (*value.shape, *value.stride())))
