@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from lightning_remat.errors import ConfigError
+from lightning_remat.budget import BudgetKind, parse_budget
+from lightning_remat.errors import BudgetError, ConfigError
 from lightning_remat.planner import RematConfig
 
 
@@ -22,7 +23,8 @@ class RematCallbackConfig(RematConfig):
     `OmegaConf.structured` makes a typed node of it.
 
     Attributes:
-        reserve: bytes that something else will need on the device during a step (an EMA copy, say).
+        reserve: bytes that something else will need on the device during a step (an EMA copy, say): a number, or a size such
+            as ``"2GiB"``, which is kept as a number.
         measure: measure the peak of the step after each new plan, and at every logging interval. On the CPU the measured
             steps run under torch's profiler.
         artifacts: save each plan that is shown (JSON), a page about it (HTML, with the extra ``[report]``) and its memory
@@ -34,7 +36,7 @@ class RematCallbackConfig(RematConfig):
         ConfigError, BudgetError: on construction, saying what was given and what is accepted.
     """
 
-    reserve: int = 0
+    reserve: Any = 0
     measure: bool = True
     artifacts: bool = True
     plan_only: bool = False
@@ -42,8 +44,7 @@ class RematCallbackConfig(RematConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.reserve, bool) or not isinstance(self.reserve, int) or self.reserve < 0:
-            raise ConfigError(f"reserve={self.reserve!r}: give a number of bytes, 0 or more")
+        object.__setattr__(self, "reserve", _reserved_bytes(self.reserve))
         for name in ("measure", "artifacts", "plan_only", "check"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: give True or False")
@@ -63,3 +64,16 @@ class RematCallbackConfig(RematConfig):
         except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
             raise ConfigError(f"{source} cannot be read as a YAML file: {error}") from error
         return cls.from_mapping(options)  # type: ignore[arg-type]
+
+
+def _reserved_bytes(value: Any) -> int:
+    found: Any = value
+    if isinstance(value, str):
+        try:
+            budget = parse_budget(value)
+        except BudgetError:
+            budget = None
+        found = budget.value if budget is not None and budget.kind is BudgetKind.SIZE else None
+    if isinstance(found, bool) or not isinstance(found, int) or found < 0:
+        raise ConfigError(f"reserve={value!r}: give a number of bytes, 0 or more, or a size such as '2GiB'")
+    return found

@@ -91,7 +91,8 @@ class RematCallback(Callback):
             what YAML makes of ``off``.)
         host_budget: the most that may lie there, for one process: bytes, a size, or a share in (0, 1] of what is free;
             ``None`` for a quarter of that, divided among the processes of a machine.
-        reserve: bytes that something else will need on the device during a step (an EMA copy, say).
+        reserve: bytes that something else will need on the device during a step (an EMA copy, say), or a size such as
+            ``"2GiB"``.
         solver_options: the solver's own options, see `lightning_remat.solvers.options_of`.
         measure: measure the peak of the step after each new plan, and at every logging interval. On the CPU the measured
             steps run under torch's profiler.
@@ -141,7 +142,7 @@ class RematCallback(Callback):
         fuse: str | bool = "off",
         offload: str | bool = "off",
         host_budget: Any = None,
-        reserve: int = 0,
+        reserve: int | str = 0,
         solver_options: Mapping[str, Any] | None = None,
         measure: bool = True,
         artifacts: bool = True,

@@ -168,6 +168,8 @@ def test_profilers(make, tmp_path):
         ({"budget": 1.5}, BudgetError, "share"),
         ({"solver": "magic"}, ConfigError, "choose one of"),
         ({"reserve": -1}, ConfigError, "reserve"),
+        ({"reserve": "half"}, ConfigError, "reserve='half': give a number of bytes"),
+        ({"reserve": "50%"}, ConfigError, "reserve='50%': give a number of bytes"),
         ({"margin": 1.0}, ConfigError, "margin"),
         ({"time_limit": 0}, ConfigError, "time_limit"),
         ({"solver_options": {"magic": 1}}, ConfigError, "no option 'magic'"),
@@ -206,6 +208,10 @@ class TestConfig:
         assert RematCallback.from_config(node).config == RematCallbackConfig(budget=0.5, measure=False)
         with pytest.raises(OmegaConfBaseException):
             OmegaConf.merge(OmegaConf.structured(RematCallbackConfig), {"time_limit": "long"})
+
+    def test_a_reserve_with_a_unit(self) -> None:
+        assert RematCallback(reserve="2GiB").config.reserve == 2 << 30
+        assert RematCallback.from_config({"reserve": "100"}).config.reserve == 100
 
     def test_off_in_the_yaml_of_a_command_line(self) -> None:
         parser = jsonargparse.ArgumentParser()
