@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -55,6 +56,9 @@ _SETTINGS = (
     "backends.cudnn.enabled",
 )
 """What decides which kernels run, of what no new capture follows from."""
+
+MOST_MOVES = 3
+"""How often an argument without gradients lies somewhere else, before it is copied to the same place for each run."""
 
 MOST = 16
 """Recorded forwards of a captured graph, one for each plan and set of strides."""
@@ -180,6 +184,8 @@ class Recorder:
         self._forwards: Recent[Hashable, Known] = Recent(MOST)
         self._backwards: Recent[Hashable, Known] = Recent(MOST)
         self._recorded: dict[Hashable, Recorded] = {}
+        self._places: dict[int, int] = {}  # of arguments that are expected where they were, by position
+        self._moves: Counter[int] = Counter()  # of these
         self._ready: set[int] = set()  # versions of which a backward could be recorded too
         self._attempts = 0
         self.serial = 0
@@ -258,7 +264,18 @@ class Recorder:
 
     def _is_fixed(self, position: int) -> bool:
         """Whether an argument of the forward is expected where it was: parameters, and buffers but those that are copied."""
-        return position in self._held and self._arguments[position] not in self._buffers.moving
+        moves = self._arguments[position] in self._buffers.moving or self._moves[position] == MOST_MOVES
+        return position in self._held and not moves
+
+    def _place(self, position: int, tensor: torch.Tensor) -> int:
+        """Where an argument lies that is expected where it was; notes whether it is there."""
+        place = tensor.data_ptr()
+        if self._places.get(position, place) != place and not tensor.requires_grad:
+            self._moves[position] += 1
+            if self._moves[position] == MOST_MOVES:
+                self.forget()  # what is recorded reads other places
+        self._places[position] = place
+        return place
 
     def _to_write(
         self, args: Sequence[Any], copied: dict[int, torch.Tensor]
@@ -278,7 +295,7 @@ class Recorder:
                 self._shared.told(f"it is given a tensor that is on the device {one.device}, and not on {self._device}")
                 return None
             else:
-                found.append(one.data_ptr() if self._is_fixed(i) else layout(one))
+                found.append(self._place(i, one) if self._is_fixed(i) else layout(one))
         return None if None in found else tuple(found)
 
     # -- backward -----------------------------------------------------------------------------------------------------

@@ -388,6 +388,36 @@ def test_a_buffer_that_moves_is_copied_and_the_step_replayed(tapes: list[FakeTap
     assert min(replays(tapes)) >= 3 * UNRECORDED
 
 
+def test_what_lies_elsewhere_in_each_step_is_copied(tapes: list[FakeTapes]) -> None:
+    class Teaches(nn.Module):
+        """A teacher whose parameters are assigned, and a queue that is."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.student = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+            self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+            self.register_buffer("queue", torch.randn(32, 16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for one, other in zip(self.student.parameters(), self.teacher.parameters(), strict=True):
+                other.data = 0.9 * other.data + 0.1 * one.data
+            self.queue = torch.cat([self.teacher(x).detach(), self.queue[: -len(x)]])
+            return (self.student(x) @ self.queue.t()).log_softmax(1).square().mean()
+
+    eager, module, step = pair(Teaches)
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (eager, module)]
+    kept = []  # so that no step finds the memory of the one before
+    for batch in batches(12 * UNRECORDED):
+        for call, optimizer in zip((eager, step), optimizers, strict=True):
+            optimizer.zero_grad()
+            call(batch).backward()
+            optimizer.step()
+        kept += [module.queue, *(p.data for p in module.teacher.parameters())]
+        assert_same(module, eager)
+    assert not step.failures
+    assert replays(tapes) and min(replays(tapes)[-2:]) >= 3 * UNRECORDED
+
+
 def test_messages_are_said_in_each_step(tapes: list[FakeTapes], capsys: pytest.CaptureFixture[str]) -> None:
     class Says(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
