@@ -165,7 +165,7 @@ class RematCallback(Callback):
                 "offload": offload,
                 "host_budget": host_budget,
                 "reserve": reserve,
-                "solver_options": {} if solver_options is None else solver_options,
+                "solver_options": solver_options,
                 "measure": measure,
                 "artifacts": artifacts,
                 "plan_only": plan_only,

@@ -120,7 +120,7 @@ class RematConfig:
         unknown = sorted(set(map(str, plain)) - set(names))
         if unknown:
             raise ConfigError(f"unknown option {unknown[0]!r}; the options are {', '.join(names)}")
-        chosen = plain.get("solver_options", {})
+        chosen = {} if plain.get("solver_options") is None else plain["solver_options"]
         if not isinstance(chosen, Mapping):
             raise ConfigError(
                 f"solver_options={chosen!r}: give a mapping from the names of the solver's options to values"

@@ -96,9 +96,7 @@ class Captures:
         self._compiled: dict[int, Any] = {}  # by id, what the user has compiled, as met while tracing
         self._told_compiled = False
         self._static_shapes: Recent[Shapes, None] = Recent()
-        self._captures: Recent[Shapes, tuple[int, int]] = (
-            Recent()
-        )  # how many count, and the last one's number of all calls
+        self._captures: Recent[Shapes, tuple[int, int]] = Recent()  # how many count, and which call was the last one
         self._calls: Recent[Shapes, int] = Recent()
         self._all_calls = 0
         self._captured_sets = 0
