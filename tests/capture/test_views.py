@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from lightning_remat import rematerialize
 from lightning_remat.capture._torch._running import boxed
 from lightning_remat.capture._torch._views import fewer_views
 from lightning_remat.measure import peak_memory
@@ -63,6 +64,42 @@ def test_random_views(seed):
     ]
     assert alike[0] == alike[1]
     assert len({id(one) for one in got}) == len({id(one) for one in expected})
+
+
+def test_a_view_that_only_a_trace_takes_for_none():
+    """Kernels give a dimension of one another stride than traces do, and BLAS another algorithm for it."""
+
+    def function(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        turned = aten.permute.default(aten.unsqueeze.default(x, 2), [0, 2, 1])
+        return aten.bmm.default(aten.view.default(turned, [16, 1, 64]), y)
+
+    inputs = torch.randn(16, 64), torch.randn(16, 64, 256)
+    module = make_fx(function, tracing_mode="fake")(*inputs)
+    assert aten.view.default in [line.target for line in fewer_views(module.graph)]
+    assert torch.equal(boxed(module)(list(inputs)), torch.fx.Interpreter(module).run(*inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    ("equation", "shapes"),
+    [
+        ("bn,bnd->bd", [(16, 64), (16, 64, 256)]),  # attention pooling
+        ("hn,hnl->hl", [(16, 8), (16, 8, 512)]),  # a state space's kernel
+        ("bdn,bn->bd", [(4, 256, 64), (4, 64)]),
+    ],
+)
+def test_products_of_batches_of_matrices_and_vectors(equation, shapes, dtype):
+    def loss(*factors: torch.Tensor) -> torch.Tensor:
+        return torch.einsum(equation, *factors).abs().square().mean()
+
+    torch.manual_seed(0)
+    data, found = [torch.randn(shape, dtype=dtype) for shape in shapes], []
+    for call in (loss, rematerialize(loss, budget="min", cost_model="unit", solver="greedy")):
+        factors = [one.clone().requires_grad_() for one in data]
+        value = call(*factors)
+        value.backward()
+        found.append([value.detach(), *(one.grad for one in factors)])
+    assert all(map(torch.equal, *found))
 
 
 def step(x: torch.Tensor, w: torch.Tensor) -> Any:

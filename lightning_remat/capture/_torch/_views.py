@@ -47,7 +47,7 @@ def fewer_views(graph: torch.fx.Graph) -> list[Line]:
         key = node.target, source, str(node.args[1:])
         if node in own:
             made[node] = _view_of(source, copied(node))
-        elif node.target is aten.alias.default or _layout(source) == _layout(node) is not None:
+        elif node.target is aten.alias.default or _is_same(source, node):
             made[node] = source
         elif node.target in _TURNED and source.target is node.target and source.args[1:] == node.args[1:]:
             made[node] = source.args[0]  # there and back
@@ -100,6 +100,12 @@ def _layout(node: Node | Line) -> tuple[list[int], list[int], int, torch.dtype] 
     if any(type(one) is not int for one in numbers):
         return None
     return list(value.shape), list(value.stride()), int(value.storage_offset()), value.dtype
+
+
+def _is_same(source: Line, view: Node) -> bool:
+    """Whether a view is laid out as what it is a view of, also when it runs: strides of dimensions of one are others then."""
+    layout = _layout(view)
+    return layout is not None and layout == _layout(source) and 1 not in layout[0]
 
 
 def _straight(node: Node | Line) -> bool:
