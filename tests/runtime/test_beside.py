@@ -56,6 +56,21 @@ class Between(torch.nn.Module):
         return self.second(self.between(self.first(x))).square().mean()
 
 
+class Before(torch.nn.Module):
+    """One graph, and then what Dynamo leaves alone: it returns a loss that the graph has not computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = network(64, 4), network(64, 4)
+
+    @torch._dynamo.disable
+    def rest(self, y: torch.Tensor) -> torch.Tensor:
+        return self.second(y).square().mean()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rest(self.first(x))
+
+
 def steps(
     call: Any, module: torch.nn.Module, x: torch.Tensor, loss: Callable[..., Any], count: int
 ) -> list[torch.Tensor]:
@@ -152,6 +167,19 @@ def test_between_two_graphs(share: float | str) -> None:
     peak = measured(call, module, x, loss)
     assert peak <= call.plan.budget_bytes
     assert call.plan.predicted_peak_bytes == pytest.approx(peak, rel=0.02)
+
+
+def test_what_runs_as_before_after_one_graph() -> None:
+    torch.manual_seed(0)
+    original, x = Before(), torch.randn(1024, 64)
+    eager, module = copy.deepcopy(original), copy.deepcopy(original)
+    expected = steps(eager, eager, x, lambda loss: loss, 5)
+    call = rematerialize(module, budget="min", time_limit=2.0)
+    assert_same(expected, steps(call, module, x, lambda loss: loss, 5))
+    assert len(call.scheduled.last_plan.graph.ops) > 0 and sum(call.runs) == 5
+    peak = measured(call, module, x, lambda loss: loss)
+    assert peak == pytest.approx(call.plan.predicted_peak_bytes, rel=0.01)
+    assert peak <= call.plan.budget_bytes
 
 
 def test_a_profiler_of_the_users_is_left_alone() -> None:
