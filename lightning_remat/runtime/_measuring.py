@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lightning_remat.budget import BudgetKind, parse_budget
+from lightning_remat.capture import _torch as internals
 from lightning_remat.errors import InfeasibleBudgetError
 from lightning_remat.measure import held_bytes
 from lightning_remat.planner._beside import NOTHING_BESIDE, Beside, Held, measured_beside, peak_beside
@@ -166,8 +167,9 @@ class Measuring:
         self._paths.settle(shapes, path)
 
     def _is_a_part(self) -> bool:
-        """Whether more than one captured graph runs in the present call."""
-        return len(self._call.ran) > 1 or not self._call.path[0].whole
+        """Whether more than one captured graph runs in the present call: others, or what is not planned."""
+        first = self._call.path[0]
+        return len(self._call.ran) > 1 or not first.whole or internals.goes_on(first.code)
 
     def _possible(self) -> bool:
         if not self._call.ran or self._several_backwards:
