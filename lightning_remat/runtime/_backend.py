@@ -44,6 +44,7 @@ from lightning_remat.capture.gradients._sums import (
 )
 from lightning_remat.capture.packed._joint import AddedElsewhereError, add_inside_layers, as_in_eager_mode
 from lightning_remat.capture.rewritings import HandOver
+from lightning_remat.capture.tracing._data import REFUSAL, REFUSED
 from lightning_remat.capture.tracing._inference import refuse_inference_mode
 from lightning_remat.errors import CaptureError, GraphError, RematError, ScheduleError
 from lightning_remat.graph import ComputationGraph
@@ -133,7 +134,7 @@ class Backend:
             return handed().captured()
         except Exception as error:  # whatever torch raises: the graph runs as before, and a warning gives the reason
             internals.floats_as_constants(module)
-            reason = f"{type(error).__name__}: {error}"
+            reason = REFUSED if REFUSAL in str(error) else f"{type(error).__name__}: {error}"
             if symbolic and not self.step.call.ran:
                 raise NoSymbols(reason) from error
             if isinstance(error, AddedElsewhereError) and not self.step.call.ran:

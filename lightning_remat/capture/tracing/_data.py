@@ -26,6 +26,15 @@ from lightning_remat.capture._torch import SetAttrVariable, TensorVariable, tens
 _SETATTR = "_call_setattr" if "_call_setattr" in vars(SetAttrVariable) else "call_setattr"
 """Name of the method by which Dynamo sets an attribute: torch 2.13's, or that of earlier releases."""
 
+REFUSAL = "Encountered a set_ on a graph input"
+"""How AOTAutograd's refusal of what is left to Dynamo begins."""
+
+REFUSED = (
+    "it assigns to the .data of a tensor that is trained, that it has read with gradients before, or that lies otherwise: "
+    "p.data.copy_(value) is captured"
+)
+"""The same in other words."""
+
 _ASSIGNED = "lightning_remat: its data is assigned"
 
 
