@@ -298,7 +298,8 @@ def run(name: str, folder: Path) -> None:
     if name == "auto":  # what the devices have differs; the smaller is that of the second process
         distributed.device_bytes = lambda *_args, **_kwargs: 17_000 - 1_000 * rank  # type: ignore[attr-defined]
     if name == "accumulated, returned":
-        training_step._takes_gradients = training_step.reduces_gradients = lambda _: False  # type: ignore[attr-defined]
+        training_step.TrainingStep._takes_gradients = lambda _: False  # type: ignore[method-assign]
+        training_step.reduces_gradients = lambda _: False  # type: ignore[attr-defined]
     remat: RematCallback = callback(budget, **options)
     found: dict[str, Any] = {}
     strategy = RematDDPStrategy(retries=3, **ddp) if fails else DDPStrategy(**ddp)
