@@ -26,7 +26,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torchmetrics import Metric, MetricCollection
 
-from lightning_remat.callbacks.lightning_internals import CONNECTOR, metrics_connector, wrapped_optimizers
+from lightning_remat.callbacks.lightning_internals import CONNECTOR, wrapped_optimizers
 from lightning_remat.errors import CaptureError
 
 _METHODS = ("forward", "update", "compute", "reset")
@@ -61,9 +61,8 @@ class Deferred:
         self._replacements: list[tuple[dict[str, Any], str, Any]] = [
             (module.__dict__, name, self._logging(getattr(module, name))) for name in ("log", "log_dict")
         ]
-        self._replacements.append(
-            (vars(module.trainer), CONNECTOR, MetricsInOrder(metrics_connector(module.trainer), self))
-        )
+        of_trainer = vars(module.trainer)
+        self._replacements.append((of_trainer, CONNECTOR, MetricsInOrder(of_trainer[CONNECTOR], self)))
         if not module.automatic_optimization:
             self._replacements += [
                 (attributes, name, _uncaptured(method)) for attributes, name, method in _manual(module)

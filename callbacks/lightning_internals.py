@@ -23,11 +23,6 @@ CONNECTOR = "_logger_connector"
 """The Trainer's attribute that its ``callback_metrics``, ``logged_metrics`` and ``progress_bar_metrics`` are read from."""
 
 
-def metrics_connector(trainer: pl.Trainer) -> Any:
-    """What the Trainer's metrics are read from."""
-    return trainer._logger_connector
-
-
 def steps_logged(trainer: pl.Trainer) -> int:
     """The step that Lightning's own scalars are logged at."""
     step: int = trainer.fit_loop.epoch_loop._batches_that_stepped

@@ -54,7 +54,7 @@ ObserveOp = Callable[[str, str, tuple[Any, ...], dict[str, Any], Callable[[], An
 TIGHTER = 0.8
 """Share of the bytes between the floor and the peak of a plan that ran out of memory that the next plan may take."""
 
-SETTLED = 3
+BEGUN = 3
 """Calls of the same shapes by plans after which training has begun: until then, a budget that cannot be held is an error."""
 
 
@@ -256,8 +256,8 @@ class ScheduledStep:
 
     def _goes_on(self, error: Exception) -> bool:
         """Whether training that has gone on by plans goes on by the smallest ones, now that the budget cannot be held."""
-        settled = self._planned_calls.get(self._call.shapes) or 0
-        if not isinstance(error, InfeasibleBudgetError) or settled < SETTLED or self.config.budget == "min":
+        calls = self._planned_calls.get(self._call.shapes) or 0
+        if not isinstance(error, InfeasibleBudgetError) or calls < BEGUN or self.config.budget == "min":
             return False
         self._reasons.no_longer_fits(error)
         self._plans.take_the_smallest()

@@ -442,3 +442,37 @@ def test_tensors_of_a_subclass(kind: type[torch.Tensor]) -> None:
             results[-1] += [x.grad.as_subclass(torch.Tensor), *gradients, *(b.clone() for b in module.buffers())]
     assert all(map(torch.equal, *results))
     assert step.runs == (4,) and not step.failures
+
+
+def test_layers_that_are_unfrozen_and_no_longer_fit_the_budget_end_no_training() -> None:
+    def layers() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(part for _ in range(8) for part in (nn.Linear(64, 64), nn.GELU())), nn.Linear(64, 1))
+
+    def freeze(module: nn.Sequential, count: int) -> None:
+        for i, part in enumerate(module):
+            part.requires_grad_(i >= count)
+
+    def trained(module: nn.Sequential, call: Any) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        optimizer, losses = torch.optim.SGD(module.parameters(), 0.01), []
+        for count in (14, 0):
+            freeze(module, count)
+            for _ in range(5):
+                losses.append(call(torch.randn(64, 64)).square().mean())
+                optimizer.zero_grad()
+                losses[-1].backward()
+                optimizer.step()
+        return [*losses, *module.parameters()]
+
+    options: dict[str, Any] = {"cost_model": "unit", "solver": "greedy"}
+    frozen = layers()
+    freeze(frozen, 14)
+    least = rematerialize(frozen, budget="min", **options)
+    least(torch.randn(64, 64)).mean().backward()
+    module, eager = layers(), layers()
+    step = rematerialize(module, budget=int(1.05 * least.plan.budget_bytes), **options)
+    with pytest.warns(RematWarning, match="no longer fits its budget"):
+        found = trained(module, step)
+    assert all(map(torch.equal, trained(eager, eager), found))
+    assert step.runs == (5, 5)
