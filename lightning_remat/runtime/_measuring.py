@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lightning_remat.budget import BudgetKind, parse_budget
+from lightning_remat.capture import _torch as internals
 from lightning_remat.errors import InfeasibleBudgetError
 from lightning_remat.measure import held_bytes
 from lightning_remat.planner._beside import NOTHING_BESIDE, Beside, Held, measured_beside, peak_beside
@@ -107,7 +108,7 @@ class Measuring:
                 self._now.ran = list(self._call.ran)
         elif self._call.captured or self._left_anew:
             self._left_anew = self._left_anew and bool(self._call.captured)
-            if self._possible() and (len(self._call.ran) > 1 or leaves_a_loss_to_do(result)):
+            if self._possible() and (self._is_a_part() or leaves_a_loss_to_do(result)):
                 self._wanted[shapes] = MEASURED
 
     def give_way(self) -> None:
@@ -164,6 +165,11 @@ class Measuring:
                 "%s keeps its plans, though it held %s: %s", self._name or "the step", format_bytes(most), error
             )
         self._paths.settle(shapes, path)
+
+    def _is_a_part(self) -> bool:
+        """Whether more than one captured graph runs in the present call: others, or what is not planned."""
+        first = self._call.path[0]
+        return len(self._call.ran) > 1 or not first.whole or internals.goes_on(first.code)
 
     def _possible(self) -> bool:
         if not self._call.ran or self._several_backwards:

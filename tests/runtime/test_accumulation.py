@@ -255,9 +255,10 @@ def test_several_parts_leave_it_to_autograd(make: Any, added: list[int]) -> None
 
 
 def test_it_is_left_to_autograd_from_then_on(added: list[int]) -> None:
-    _, _, remat = compare(Unforeseen, plans=2, accumulate_grad_batches=2, **LONG)
-    assert [any(op.target == "accumulate_grad" for op in plan.graph.ops) for plan in remat.plans] == [True, False]
-    assert remat.runs == (1, 9) and not added
+    _, _, remat = compare(Unforeseen, plans=None, accumulate_grad_batches=2, **LONG)
+    first, *others = [any(op.target == "accumulate_grad" for op in plan.graph.ops) for plan in remat.plans]
+    assert first and others and not any(others)
+    assert remat.runs[0] == 1 and sum(remat.runs[1:]) == 9 and not added
 
 
 @pytest.mark.long

@@ -56,6 +56,21 @@ class Between(torch.nn.Module):
         return self.second(self.between(self.first(x))).square().mean()
 
 
+class Before(torch.nn.Module):
+    """One graph, and then what Dynamo leaves alone: it returns a loss that the graph has not computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = network(64, 4), network(64, 4)
+
+    @torch._dynamo.disable
+    def rest(self, y: torch.Tensor) -> torch.Tensor:
+        return self.second(y).square().mean()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rest(self.first(x))
+
+
 def steps(
     call: Any, module: torch.nn.Module, x: torch.Tensor, loss: Callable[..., Any], count: int
 ) -> list[torch.Tensor]:
@@ -152,6 +167,19 @@ def test_between_two_graphs(share: float | str) -> None:
     peak = measured(call, module, x, loss)
     assert peak <= call.plan.budget_bytes
     assert call.plan.predicted_peak_bytes == pytest.approx(peak, rel=0.02)
+
+
+def test_what_runs_as_before_after_one_graph() -> None:
+    torch.manual_seed(0)
+    original, x = Before(), torch.randn(1024, 64)
+    eager, module = copy.deepcopy(original), copy.deepcopy(original)
+    expected = steps(eager, eager, x, lambda loss: loss, 5)
+    call = rematerialize(module, budget="min", time_limit=2.0)
+    assert_same(expected, steps(call, module, x, lambda loss: loss, 5))
+    assert len(call.scheduled.last_plan.graph.ops) > 0 and sum(call.runs) == 5
+    peak = measured(call, module, x, lambda loss: loss)
+    assert peak == pytest.approx(call.plan.predicted_peak_bytes, rel=0.01)
+    assert peak <= call.plan.budget_bytes
 
 
 def test_a_profiler_of_the_users_is_left_alone() -> None:
@@ -313,3 +341,37 @@ assert profiler_running()
 def test_a_process_may_end_while_a_step_is_measured() -> None:
     done = subprocess.run([sys.executable, "-c", ENDS_IN_THE_MIDST], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+class Cloned(torch.nn.Module):
+    """A graph break comes first, and what is computed before it has no gradients: a physics-informed network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        u = self.second(self.first(x).sin()).sum(-1, keepdim=True)
+        (slope,) = torch.autograd.grad(u, x, torch.ones_like(u), create_graph=True)
+        return (slope[:, 1:2] + u * slope[:, :1]).square().mean()
+
+
+def test_what_runs_as_before_in_front_of_the_first_graph() -> None:
+    torch.manual_seed(0)
+    original, x = Cloned(), torch.randn(4096, 16)
+    eager, module = copy.deepcopy(original), copy.deepcopy(original)
+    call = rematerialize(module, budget="min", time_limit=1.0)
+
+    def step() -> None:  # which leaves no loss behind: it would hold the clone
+        loss = call(x)
+        module.zero_grad()
+        loss.backward()
+
+    for _ in range(3):
+        step()
+    peak = measured(call, module, x, mean)
+    assert peak == pytest.approx(call.plan.predicted_peak_bytes, rel=0.01)
+    assert peak <= call.plan.budget_bytes
+    eager(x).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(module.parameters(), eager.parameters(), strict=True))

@@ -192,6 +192,11 @@ def is_code_of(code: types.CodeType, function: Callable[..., Any]) -> bool:
     return own is not None and (code.co_filename, code.co_firstlineno) == (own.co_filename, own.co_firstlineno)
 
 
+def goes_on(code: types.CodeType | None) -> bool:
+    """Whether a frame is one in which Dynamo goes on after a graph break."""
+    return code is not None and code.co_name.startswith("torch_dynamo_resume_in_")
+
+
 def capture_failures() -> Counter[str]:
     """Why Dynamo did not capture things, and how often, in this process so far; each reason begins with a line for people."""
     errors = [f"{m.fail_type}: {m.fail_reason}" for m in dynamo_utils.get_compilation_metrics() if m.fail_type]
