@@ -327,4 +327,4 @@ def test_an_optimizer_within_what_is_scheduled_is_left_alone(kind: Any, foreach:
         call: Any = rematerialize(step, budget="min", cost_model="unit") if wrap else step
         losses = [call(torch.randn(8, 16)) for _ in range(STEPS)]
         results.append([*losses, *(p.detach() for p in module.parameters())])
-    assert all(map(torch.equal, *results)) and call.runs == (STEPS,) and not call.failures
+    assert all(map(torch.equal, *results)) and sum(call.runs) == STEPS and not call.failures
