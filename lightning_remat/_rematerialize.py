@@ -139,6 +139,7 @@ def rematerialize(
         def function(*args: Any, **kwargs: Any) -> Any:
             return module(*args, **kwargs)
 
+        function.__code__ = function.__code__.replace()  # Dynamo keeps what it captures, and what it skips, by code
         name = type(module).__name__
     else:
         function = module_or_function

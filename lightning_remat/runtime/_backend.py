@@ -91,7 +91,12 @@ class Backend:
         self.function, self.step, self.accumulates, self.shared = function, step, accumulates, shared
 
     def __call__(
-        self, module: torch.fx.GraphModule, inputs: Sequence[Any], symbolic: bool, code: types.CodeType | None
+        self,
+        module: torch.fx.GraphModule,
+        inputs: Sequence[Any],
+        symbolic: bool,
+        code: types.CodeType | None,
+        with_constants: Callable[[], None],
     ) -> Callable[..., Any]:
         """The callable that runs a graph: by its plan, or as Dynamo found it where it cannot be planned.
 
@@ -100,6 +105,7 @@ class Backend:
             inputs: example arguments.
             symbolic: whether sizes may be symbols.
             code: code of the frame that it was found in.
+            with_constants: has the frame traced once more, with Python's numbers as constants, if it has any left.
 
         Raises:
             NoSymbols: to have the call captured again without symbols.
@@ -133,7 +139,7 @@ class Backend:
         try:
             return handed().captured()
         except Exception as error:  # whatever torch raises: the graph runs as before, and a warning gives the reason
-            internals.floats_as_constants(module)
+            with_constants()
             reason = REFUSED if REFUSAL in str(error) else f"{type(error).__name__}: {error}"
             if symbolic and not self.step.call.ran:
                 raise NoSymbols(reason) from error
@@ -386,6 +392,7 @@ class _Handed:
             plainly=None if self._in_checkpoints else as_in_eager_mode(self._module).forward,
             accumulator=self._reading.accumulator,
             whole=self._whole,
+            symbolic=any(map(internals.is_size_of_tensor, self._inputs)),
         )
         exchange.recorder = self._step.recordings.recorder(captured, self._reading.accumulator, planned.buffers)
         self._step.call.captured.append(number)

@@ -20,6 +20,7 @@ import torch.fx
 from lightning_remat.capture import _torch as internals
 from lightning_remat.capture._cut import CODES, Cut, UnitChangedError, calls_units, name_as
 from lightning_remat.capture.packed._tracing import packed_sequences
+from lightning_remat.capture.tracing._answers import answers_are_found
 from lightning_remat.capture.tracing._buffers import buffers_are_known
 from lightning_remat.capture.tracing._compiled import compiled_stays, is_compiled, name_of
 from lightning_remat.capture.tracing._constants import constants_are_known
@@ -52,8 +53,11 @@ CALLS_OF_ONE = 25
 MOST_LEFT = 4
 """How often functions that are captured again and again may be left alone while the rest of the step stays planned."""
 
-Backend = Callable[[torch.fx.GraphModule, Sequence[Any], bool, types.CodeType | None], Callable[..., Any]]
-"""Takes a module from Dynamo, its inputs, whether sizes are symbolic, and the frame's code; returns what runs it."""
+Backend = Callable[
+    [torch.fx.GraphModule, Sequence[Any], bool, types.CodeType | None, Callable[[], None]], Callable[..., Any]
+]
+"""Takes a module from Dynamo, its inputs, whether sizes are symbolic, the frame's code, and what has the frame traced once more,
+with Python's numbers as constants, if it has any left; returns what runs it."""
 
 
 class Captures:
@@ -88,10 +92,12 @@ class Captures:
         self._pieces: dict[types.CodeType, Sequence[torch.fx.Node]] = {}
         self.early = Early(function, self._found_early)
         self._code: types.CodeType | None = None  # of the frame that is being captured
+        for code in self.early.codes:  # it may have been skipped for another object of this class
+            internals.skip_no_more(code)
         self._function, self._backend = function, backend
         self._call, self._reasons = call, reasons
         self._dynamic_sources = dynamic_sources
-        self._floats = internals.VaryingFloats()
+        self._numbers = internals.VaryingNumbers()
         self._guards = internals.ModuleGuards()
         self._compiled: dict[int, Any] = {}  # by id, what the user has compiled, as met while tracing
         self._told_compiled = False
@@ -130,6 +136,7 @@ class Captures:
         )
 
     def _hand_over(self, module: torch.fx.GraphModule, inputs: Sequence[Any], symbolic: bool) -> Callable[..., Any]:
+        self._known(internals.integers(module, sizes=True))  # a plan knows all sizes
         self._units.note(self._code, module)
         weakly = weakref.ref(self)  # here too
         if calls_units(module):
@@ -139,8 +146,20 @@ class Captures:
         if self._code in self._pieces:
             name_as(self._pieces[self._code], module)
         number = len(self._runs)
-        self._runs.append(self._backend(module, inputs, symbolic, self._code))
+        self._runs.append(
+            self._backend(module, inputs, symbolic, self._code, functools.partial(self._with_constants, module))
+        )
         return apart(module, lambda *values: weakly()._runs[number](*values))  # type: ignore[union-attr]
+
+    def _known(self, integers: Sequence[str]) -> None:
+        """Have the frame traced once more, with these integers as constants, if any of them is none."""
+        if self._numbers.are_sizes(self._code, integers) or self.early.are_sizes(integers):
+            internals.trace_again()
+
+    def _with_constants(self, module: torch.fx.GraphModule) -> None:
+        """Have the frame traced once more, with Python's numbers as constants, if it has any left."""
+        self._known(internals.integers(module, sizes=False))
+        internals.floats_as_constants(module)
 
     def _run_cut(self, number: int, inputs: Sequence[Any]) -> Any:
         """Run a graph that calls units, the one of this number, in parts.
@@ -205,6 +224,8 @@ class Captures:
         self._symbolic = None
         name = self._reasons.name or "the step"
         log.info("%s is captured for each set of shapes on its own: with symbolic sizes, %s", name, reason)
+        if self.early.leave_sizes():  # it would be captured for each of their values
+            self.anew()
 
     def without_packing(self, reason: str) -> None:
         """Leave packed sequences alone from now on: they run as before, between the parts that are planned."""
@@ -221,7 +242,7 @@ class Captures:
         """Open while Dynamo captures a frame of the function, and its graphs are planned."""
         around, self._code = self._code, code
         with (
-            internals.tracing(self._dynamic_sources(), self._floats),
+            internals.tracing(self._dynamic_sources(), self._numbers),
             self._guards.grouped(),
             masks_as_in_eager_mode(),
             buffers_are_known(),
@@ -231,6 +252,7 @@ class Captures:
             constants_are_known(),
             messages_stay(),
             rows_are_found(self.early),
+            answers_are_found(self.early),
             packed_sequences(self.early) if self._packing else contextlib.nullcontext(),
             compiled_stays(lambda called: self._compiled.update({id(called): called})),
             internals.alike_modules(),
@@ -293,6 +315,14 @@ class Captures:
             f"was captured {captures} times for the same shapes, because it depends on a value that changes from call "
             f"to call ({words})"
         )
+
+    def ask_no_more(self, shapes: Shapes) -> bool:
+        """Ask nothing of the values of a batch before the step, since this led to too many captures; returns whether it did."""
+        if not self.early.leave():
+            return False
+        self._captures[shapes] = 0, self._all_calls
+        self.anew()
+        return True
 
     def leave_what_changes(
         self, shapes: Shapes, graphs: Sequence[Graph], new: Sequence[Graph], again: str

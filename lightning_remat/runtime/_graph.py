@@ -48,6 +48,7 @@ class Graph:
         arguments: positions of its symbolic sizes among its arguments.
         sized: its plans for all sizes, where it has symbolic sizes.
         stays: no further plan is made for it: none was found, or what was found was refused.
+        symbolic: whether any size of what it is given is a symbol.
         whole: whether it is the only graph of a call, as far as is known when it is captured.
         crowded: whether more is held beside it than when it was planned.
         left: whether it runs in eager mode from now on.
@@ -72,6 +73,7 @@ class Graph:
     arguments: tuple[int, ...] = ()
     sized: SizedPlans | None = None
     stays: bool = False
+    symbolic: bool = False
     whole: bool = True
     crowded: bool = False
     left: bool = False

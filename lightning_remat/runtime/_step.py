@@ -314,7 +314,7 @@ class ScheduledStep:
             log.info("%s fits as it is: nothing is swapped in for these shapes", self.name or "the step")
         elif len(self._call.ran) == 1 and self.config.background and self._call.ran[0][0].sized is None:
             self._improving.waiting.append(self._call.ran[0][0])
-        if not (again := self._captures.again(shapes)):
+        if not (again := self._captures.again(shapes)) or self._captures.ask_no_more(shapes):
             return
         left = self._captures.leave_what_changes(shapes, self._plans.graphs, self._plans.graphs[graphs:], again)
         if not left:
@@ -334,12 +334,12 @@ class ScheduledStep:
         if not self._adds_gradients(result):
             self._backend.accumulates = bool
             self._captures.anew()  # with all gradients returned
-        elif symbolic:
-            if len(path) != 1 or path[0].sized is None:
-                self._captures.without_symbols(
-                    "it is captured as several graphs" if len(path) > 1 else "its sizes are not symbolic"
-                )
-            elif self.leave_alone and self._plans.fits_as_it_is:
+        elif symbolic and (len(path) != 1 or not path[0].symbolic):
+            self._captures.without_symbols(
+                "it is captured as several graphs" if len(path) > 1 else "its sizes are not symbolic"
+            )
+        elif symbolic and path[0].sized is not None:
+            if self.leave_alone and self._plans.fits_as_it_is:
                 self._plans.plain[shapes] = self._call.ran[0][1]
         elif not self._captures.waits and not any(graph.left for graph in path):  # else the next one takes another path
             try:

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_remat.planner import RematConfig
 from lightning_remat.runtime import ScheduledStep
+from lightning_remat.runtime._measuring import MEASURED
 from tests.helpers.training import Classifier, compare, loader
 
 
@@ -52,8 +53,11 @@ class MixupElsewhere(Mixup):
 
 @pytest.mark.parametrize("make", [Mixup, MixupElsewhere])
 def test_mixup_is_captured_once(make: Any) -> None:
-    _, _, remat = compare(make, train=batches(50), plans=1)
-    assert remat.runs == (50,)
+    _, _, remat = compare(
+        make, train=batches(50), plans=None
+    )  # the draw is in front of the graph: it is measured beside it
+    assert sum(remat.runs) == 50 and len({len(plan.graph.inputs) for plan in remat.plans}) == 1
+    assert len(remat.plans) <= 1 + MEASURED
 
 
 class Annealed(Classifier):

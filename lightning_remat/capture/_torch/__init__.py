@@ -61,7 +61,6 @@ if TYPE_CHECKING or not unknown_torch():
         spaced_results,
         with_fakes,
     )
-    from lightning_remat.capture._torch._floats import VaryingFloats, floats_as_constants, sizes_from_floats
     from lightning_remat.capture._torch._frames import (
         Uncaptured,
         capture_failures,
@@ -71,6 +70,7 @@ if TYPE_CHECKING or not unknown_torch():
         is_code_of,
         is_whole_function,
         recapture_reason,
+        skip_no_more,
         turned_off,
         varying,
     )
@@ -86,10 +86,20 @@ if TYPE_CHECKING or not unknown_torch():
     )
     from lightning_remat.capture._torch._handlers import replaced_handlers
     from lightning_remat.capture._torch._inductor import Compiled, Uncompiled, cast, compile_all
+    from lightning_remat.capture._torch._jumps import jumps_decided
     from lightning_remat.capture._torch._late_reduction import reduce_after
     from lightning_remat.capture._torch._lines import hand_out
     from lightning_remat.capture._torch._loggers import logging_calls
     from lightning_remat.capture._torch._module_guards import ModuleGuards
+    from lightning_remat.capture._torch._numbers import (
+        VaryingNumbers,
+        build_number,
+        floats_as_constants,
+        integers,
+        is_size_of_tensor,
+        sizes_from_floats,
+        trace_again,
+    )
     from lightning_remat.capture._torch._profiler import (
         allocations,
         marked,
@@ -172,7 +182,7 @@ __all__ = [
     "UserFunctionVariable",
     "VariableBuilder",
     "VariableTracker",
-    "VaryingFloats",
+    "VaryingNumbers",
     "absent",
     "accumulates_into",
     "address_of",
@@ -187,6 +197,7 @@ __all__ = [
     "backward_number",
     "boxed",
     "build_attribute",
+    "build_number",
     "calls_cudnn",
     "capture_failures",
     "captured_node",
@@ -220,12 +231,15 @@ __all__ = [
     "hint",
     "holders",
     "in_backward",
+    "integers",
     "is_code_of",
     "is_distributed",
     "is_parameter",
     "is_size",
+    "is_size_of_tensor",
     "is_to_run",
     "is_whole_function",
+    "jumps_decided",
     "keep_saved",
     "largest",
     "lead_only_to",
@@ -255,11 +269,13 @@ __all__ = [
     "set_allocator_settings",
     "shards_of",
     "sizes_from_floats",
+    "skip_no_more",
     "source_name",
     "sources_of_gradients",
     "spaced_results",
     "substitute",
     "tensor_leaves",
+    "trace_again",
     "tracing",
     "turned_off",
     "uncollected",

@@ -38,9 +38,9 @@ from lightning_remat.capture._torch._descriptors import output_of
 from lightning_remat.capture._torch._exchange import Exchange
 from lightning_remat.capture._torch._fake import real_layouts, spaced_results
 from lightning_remat.capture._torch._fast_nodes import nodes_made_fast, unread_ops_stay
-from lightning_remat.capture._torch._floats import floats_stay
 from lightning_remat.capture._torch._loggers import unprinted
 from lightning_remat.capture._torch._midway import set_back, sets_more
+from lightning_remat.capture._torch._numbers import floats_stay
 from lightning_remat.capture._torch._running import Modules, boxed, unwritten
 from lightning_remat.capture._torch._tracing import tracing
 from lightning_remat.capture._torch.alike._ops import alike_ops

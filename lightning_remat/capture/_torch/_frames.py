@@ -97,17 +97,21 @@ class Uncaptured:
 
     def raised(self) -> None:
         """The call has raised an error, which may be why it could not be captured: what is skipped since is tried again."""
-        own: Any = dynamo_types
-        frames: Any = eval_frame
-        strategy = own.FrameExecStrategy(own.FrameAction.DEFAULT, own.FrameAction.DEFAULT)
         for code in self._now:
-            frames.set_code_exec_strategy(code, strategy)
+            skip_no_more(code)
 
     def returned(self) -> bool:
         """The call is over; returns whether something that was captured before could not be in this one."""
         failed = not self.captured.isdisjoint(self._now)
         self._now.clear()
         return failed
+
+
+def skip_no_more(code: types.CodeType) -> None:
+    """Let Dynamo try once more to capture frames of this code: it skips what it could not capture once, whoever calls it."""
+    own: Any = dynamo_types
+    frames: Any = eval_frame
+    frames.set_code_exec_strategy(code, own.FrameExecStrategy(own.FrameAction.DEFAULT, own.FrameAction.DEFAULT))
 
 
 _OF_OPTIMIZERS = inspect.getfile(torch.optim.Optimizer)

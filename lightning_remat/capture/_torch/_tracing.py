@@ -17,9 +17,9 @@ from torch.fx.experimental import _config as symbolic_config
 
 from lightning_remat.capture._torch._distributions import find_divergences
 from lightning_remat.capture._torch._fake import grouped_products
-from lightning_remat.capture._torch._floats import VaryingFloats
 from lightning_remat.capture._torch._handlers import as_in_eager_mode
 from lightning_remat.capture._torch._loggers import logging_calls, quiet_dynamo
+from lightning_remat.capture._torch._numbers import VaryingNumbers
 
 _COLLECTED_OUTSIDE: list[bool] = []
 _SELDOM = 500_000
@@ -70,7 +70,7 @@ def collected() -> Iterator[None]:
 _UNLIMITED = 1 << 30
 
 
-def tracing(dynamic_sources: str = "", floats: VaryingFloats | None = None) -> contextlib.AbstractContextManager[Any]:
+def tracing(dynamic_sources: str = "", numbers: VaryingNumbers | None = None) -> contextlib.AbstractContextManager[Any]:
     """Dynamo's settings while it captures.
 
     Recompilation is never silently given up (who calls this counts shapes itself), an error inside Dynamo makes the frame
@@ -81,7 +81,7 @@ def tracing(dynamic_sources: str = "", floats: VaryingFloats | None = None) -> c
 
     Args:
         dynamic_sources: inputs that may change without a new capture, in Dynamo's words (``"L['batch_idx']"``).
-        floats: Python floats that were seen to vary, which become inputs of the graph.
+        numbers: Python numbers that were seen to vary, which become inputs of the graph.
     """
     find_divergences()
     stack = contextlib.ExitStack()
@@ -110,8 +110,8 @@ def tracing(dynamic_sources: str = "", floats: VaryingFloats | None = None) -> c
     stack.enter_context(quiet_dynamo())
     stack.enter_context(as_in_eager_mode())
     stack.enter_context(grouped_products())
-    if floats is not None:
-        stack.enter_context(floats.symbolic())
+    if numbers is not None:
+        stack.enter_context(numbers.symbolic(dynamic_sources))
     if dynamic_sources:
         patch = torch.compiler.config.patch  # type: ignore[attr-defined]
         stack.enter_context(patch(dynamic_sources=dynamic_sources))

@@ -53,6 +53,7 @@ __all__ = [
     "UserFunctionVariable",
     "VariableBuilder",
     "VariableTracker",
+    "attribute_of",
     "build_attribute",
     "compare_handlers",
     "is_size",
@@ -69,8 +70,12 @@ SetAttrVariable: Any = getattr(builtin, "SetAttrBuiltinVariable", BuiltinVariabl
 
 def build_attribute(translator: Any, owner: Any, name: str) -> Any:
     """While Dynamo traces: a variable for an attribute of an object, which is read anew in every call."""
-    source = AttrSource(GlobalSource(translator.output.install_global_by_id("lightning_remat", owner)), name)
-    return VariableTracker.build(translator, getattr(owner, name), source)
+    return VariableTracker.build(translator, getattr(owner, name), attribute_of(translator, owner, name))
+
+
+def attribute_of(translator: Any, owner: Any, name: str) -> AttrSource:
+    """While Dynamo traces: the source of an attribute of an object."""
+    return AttrSource(GlobalSource(translator.output.install_global_by_id("lightning_remat", owner)), name)
 
 
 def is_size(variable: Any) -> bool:

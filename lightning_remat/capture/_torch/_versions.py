@@ -44,6 +44,7 @@ NAMES = {
     "torch._dynamo.side_effects": "SideEffects.mutation SideEffects.store_attr",
     "torch._dynamo.source": "AttrSource ConstantSource GlobalSource TensorProperty.SIZE TensorPropertySource",
     "torch._dynamo.symbolic_convert": "InstructionTranslator.current_tx InstructionTranslatorBase._format_value "
+    "InstructionTranslatorBase.dispatch_table InstructionTranslatorBase.jump "
     "InstructionTranslatorBase.maybe_has_backedge TensorifyState.clear "
     "TensorifyState.should_specialize TensorifyState.specialize compare_op_handlers",
     "torch._dynamo.types": "ConvertFrameReturn FrameAction.SKIP FrameExecStrategy",
@@ -51,7 +52,8 @@ NAMES = {
     "torch._dynamo.variables.base": "AttributeMutationExisting ValueMutationExisting VariableTracker._nonvar_fields "
     "VariableTracker.build VariableTracker.visit",
     "torch._dynamo.variables.builder": "TrackedFake VariableBuilder.__call__ VariableBuilder._wrap "
-    "VariableBuilder.wrap_listlike VariableBuilder.wrap_numpy_ndarray VariableBuilder.wrap_symfloat wrap_fx_proxy",
+    "VariableBuilder.wrap_listlike VariableBuilder.wrap_literal VariableBuilder.wrap_numpy_ndarray "
+    "VariableBuilder.wrap_symfloat VariableBuilder.wrap_symint wrap_fx_proxy",
     "torch._dynamo.variables.builtin": "BuiltinVariable.call_function",
     "torch._dynamo.variables.constant": "ConstantVariable",
     "torch._dynamo.variables.functions": "SkipFunctionVariable.call_function UserFunctionVariable "

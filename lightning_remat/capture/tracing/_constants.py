@@ -87,7 +87,7 @@ def _number(tensor: Any) -> torch.Tensor | None:
     if value is None or sources:
         return None
     with real_tensors(), torch.no_grad():
-        found: torch.Tensor = value.of(None)
+        found: torch.Tensor = value.of({})
     return found
 
 

@@ -1,10 +1,11 @@
-"""Tensors whose sizes depend on the values in a batch, computed before the step.
+"""Values that a step asks of its batch, and tensors whose sizes depend on such values, computed before the step.
 
-How many rows a mask chooses (see ``_rows``), or how many sequences of a packed batch go on at each time (``packed``), is
-not known when a graph is captured, and the graph breaks there. But where it is computed from one tensor that is given to
-the step, and from plain numbers, it can be computed before the step begins, as eager mode computes it where it is used.
-The result is an input of the step then, with a size that Dynamo guards on or makes a symbol of. What depends on a tensor
-that was written to before, or is in code after a graph break, is left to Dynamo.
+How many rows a mask chooses (see ``_rows``), how many sequences of a packed batch go on at each time (``packed``), or what
+Python asks of a tensor (see ``_answers``) is not known when a graph is captured, and the graph breaks there. But where it is
+computed from tensors that are given to the step, and from plain numbers, it can be computed before the step begins, as eager
+mode computes it where it is used. Such a tensor is an input of the step then, with a size that Dynamo guards on or makes a
+symbol of; so is a number; and the answer to a question is one that Dynamo guards on. What depends on a tensor that was written
+to before, or is in code after a graph break, is left to Dynamo.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import operator
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,7 +23,9 @@ import torch
 
 from lightning_remat.capture._torch import (
     Source,
+    VariableTracker,
     build_attribute,
+    build_number,
     found_at,
     given_now,
     real_tensors,
@@ -30,36 +34,61 @@ from lightning_remat.capture._torch import (
 from lightning_remat.capture.tracing._masks import value_of
 
 Found = Callable[[Any], torch.Tensor]
-"""Computes a tensor from a value that is given to a step, or from ``None`` where it depends on none."""
+"""Computes a tensor from a value that is given to a step."""
+
+_ERRORS = AttributeError, LookupError, TypeError, ValueError, RuntimeError, ArithmeticError
+
+MOST_ASKED = 4
+"""Questions that are answered by yes or no, and integers, that are asked before a step: each answer may be a capture more."""
+
+
+_SIZE = "size of "
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Entry:
-    """What is computed before each call: where its value is found among the call's arguments (see `found_at`), and how."""
+    """What is computed before each call: where its values are found among the call's arguments (see `found_at`), and how."""
 
-    place: str
-    compute: Found
+    places: Mapping[Source, str]
+    compute: Callable[[Mapping[Source, Any]], Any]
 
-    def of(self, arguments: Mapping[str, Any]) -> torch.Tensor:
+    def of(self, arguments: Mapping[str, Any]) -> Any:
         with torch.no_grad():
-            return self.compute(found_at(self.place, arguments))
+            return self.compute({source: found_at(place, arguments) for source, place in self.places.items()})
+
+    def then(self, function: Callable[[Any], Any]) -> _Entry:
+        """What a function makes of it."""
+        return dataclasses.replace(self, compute=lambda given: function(self.compute(given)))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Question:
+    """What Python asks of a tensor of one element; ``words`` are the same in each capture."""
+
+    entry: _Entry
+    words: str
+
+    @property
+    def key(self) -> str:
+        return _key(self.entry, self.words)
 
 
 class Early:
-    """Tensors that are computed before each call of a function, since their sizes depend on values given to it.
+    """What is computed before each call of a function from what is given to it.
 
     Args:
         function: what is captured.
-        on_found: called with each of them when it is found while a call is captured.
+        on_found: called with each tensor of it when it is found while a call is captured.
 
     Attributes:
+        codes: code of the function.
         values: those of the present call, an attribute each: what the captured code reads.
     """
 
     def __init__(self, function: Callable[..., Any], on_found: Callable[[torch.Tensor], None]) -> None:
         self._on_found = on_found
         function = function.forward if isinstance(function, torch.nn.Module) else function
-        self._codes = _codes(function)
+        self.codes = _codes(function)
         try:
             self._signature: inspect.Signature | None = inspect.signature(function)
         except (TypeError, ValueError):
@@ -67,15 +96,19 @@ class Early:
         self._entries: dict[str, _Entry] = {}
         self._names: dict[str, str] = {}
         self._arguments: dict[str, Any] = {}
+        self._asked: dict[type, set[str]] = {bool: set(), int: set(), float: set()}
+        self._sizes: set[str] = set()
+        self._rows: set[str] = set()
+        self._left: set[str] = set()
         self.values = types.SimpleNamespace()
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Those of the present call."""
-        return list(vars(self.values).values())
+        return [value for value in vars(self.values).values() if isinstance(value, torch.Tensor)]
 
     def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Before a call: compute all that was found so far, but for those whose tensor it is not given."""
+        """Before a call: compute all that was found so far, but for what it is not given the tensors of."""
         vars(self.values).clear()
         if self._signature is None:
             return
@@ -86,7 +119,7 @@ class Early:
         bound.apply_defaults()
         self._arguments = bound.arguments
         for key, entry in self._entries.items():
-            with contextlib.suppress(AttributeError, LookupError, TypeError, ValueError, RuntimeError):
+            with contextlib.suppress(*_ERRORS):
                 setattr(self.values, self._names[key], entry.of(bound.arguments))
 
     def end(self) -> None:
@@ -96,9 +129,9 @@ class Early:
 
     def traced(self, tx: Any) -> bool:
         """While Dynamo traces: whether it is in the function's own frame, before any graph break, or in what that calls."""
-        return tx.output.root_tx.f_code in self._codes
+        return tx.output.root_tx.f_code in self.codes
 
-    def of_tensor(self, tx: Any, tensor: Any, compute: Found, words: str) -> Any:
+    def of_tensor(self, tx: Any, tensor: Any, compute: Found, words: str, *, rows: bool = False) -> Any:
         """While Dynamo traces: a variable for what is computed from a tensor before each call.
 
         Args:
@@ -106,29 +139,89 @@ class Early:
             tensor: a variable of the tensor.
             compute: gives the result of the tensor.
             words: tell this computation from others of the same tensor.
+            rows: whether its size is a number of rows, another one in each batch.
 
         Returns:
             The variable, or ``None`` where the tensor is not known before the step.
         """
-        node = tensor.as_proxy().node
-        sources: set[Source] = set()
-        value = value_of(node, sources)
-        if value is None or len(sources) > 1:
+        entry, words = self._entry(tensor, compute), f"{words}: {_spelled(tensor.as_proxy().node)}"
+        if entry is None or _key(entry, words) in self._left:
             return None
-        spelled = f"{words}: {_spelled(node)}"
-        if not sources:
-            return self._of_place(tx, "None", lambda given: compute(value.of(given)), spelled)
-        (source,) = sources
-        given = given_now(node.graph, source)
-        place = source_name(source)
-        if given is None or self._now(place) is not given:
-            return None
-        return self._of_place(tx, place, lambda given: compute(value.of(given)), spelled)
+        if rows:
+            self._rows.add(_key(entry, words))
+        return self._variable(tx, entry, words)
 
     def of_argument(self, tx: Any, variable: Any, compute: Found, words: str) -> Any:
         """Likewise for a variable of something else that is given to the call, which Dynamo has not looked into yet."""
-        place = source_name(variable.source)
-        return self._of_place(tx, place, compute, words) if self._now(place) is variable.peek_value() else None
+        source = variable.source
+        place = source_name(source)
+        if self._now(place) is not variable.peek_value():
+            return None
+        return self._variable(tx, _Entry({source: place}, lambda given: compute(given[source])), words)
+
+    def answer(self, tx: Any, tensor: Any) -> bool | None:
+        """While Dynamo traces: whether a tensor is true, if that is known before the step: Dynamo guards on the answer."""
+        question = self._question(tensor, bool)
+        found = None if question is None else self._variable(tx, question.entry.then(_as_dims), question.words)
+        return (
+            None if found is None else found.call_method(tx, "dim", [], {}).as_python_constant() == _as_dims(True).dim()
+        )
+
+    def number(self, tx: Any, tensor: Any, kind: type) -> Any:
+        """While Dynamo traces: a variable for ``kind(tensor)``, an ``int`` or ``float``, if that is known before the step.
+
+        It is an input of the graph. An integer that the size of a tensor follows from is itself a size (see `are_sizes`).
+        """
+        question = self._question(tensor, kind)
+        if question is None:
+            return None
+        if question.key not in self._sizes:
+            return self._variable(tx, question.entry, question.words, build_number)
+        found = self._variable(tx, question.entry.then(_as_size), _SIZE + question.words)
+        return None if found is None else _size_of(tx, found)
+
+    def are_sizes(self, names: Sequence[str]) -> bool:
+        """Make sizes of these integers, by their sources' names; returns whether any of them was none so far."""
+        given = {name.rpartition(".")[2] for name in names}
+        found = {key for key in self._asked[int] - self._sizes if self._names[key] in given}
+        self._sizes |= found
+        for key in found:
+            del self._entries[key]
+        return bool(found)
+
+    def leave_sizes(self) -> bool:
+        """Leave rows, and integers that are sizes, to Dynamo from now on; returns whether there were any."""
+        return self._leave(self._rows | self._sizes)
+
+    def leave(self) -> bool:
+        """Leave to Dynamo all that has been asked so far, from now on; returns whether anything has."""
+        return self._leave(set().union(*self._asked.values()))
+
+    def _leave(self, keys: set[str]) -> bool:
+        self._left |= keys
+        for key in keys:
+            self._entries.pop(key, None)
+            self._entries.pop(_SIZE + key, None)
+        for known in (*self._asked.values(), self._rows, self._sizes):
+            known -= keys
+        return bool(keys)
+
+    def _question(self, tensor: Any, kind: type) -> _Question | None:
+        """``kind(tensor)``; ``None`` where it is not known before the step, or not to be asked then."""
+        node = tensor.as_proxy().node
+        example = node.meta.get("example_value")
+        if not isinstance(example, torch.Tensor) or any(not isinstance(n, int) or n != 1 for n in example.shape):
+            return None
+        entry = self._entry(tensor, functools.partial(_answer, kind, example.dtype))
+        if entry is None:
+            return None
+        question = _Question(entry, f"{kind.__name__}: {_spelled(node)}")
+        asked = self._asked[kind]
+        many = kind is not float and question.key not in asked and len(asked) == MOST_ASKED
+        if many or question.key in self._left:
+            return None
+        asked.add(question.key)
+        return question
 
     def _now(self, place: str) -> Any:
         try:
@@ -136,21 +229,74 @@ class Early:
         except (AttributeError, LookupError, NameError, TypeError):
             return None
 
-    def _of_place(self, tx: Any, place: str, compute: Found, words: str) -> Any:
-        key = f"{place}: {words}"
-        if not hasattr(self.values, self._names.get(key, "")):
-            name = self._names.setdefault(key, f"early_{len(self._names)}")
-            entry = self._entries[key] = _Entry(place, compute)
+    def _entry(self, tensor: Any, compute: Callable[[Any], Any]) -> _Entry | None:
+        """What is computed from a tensor's value, if that is known before the step."""
+        node = tensor.as_proxy().node
+        sources: set[Source] = set()
+        value = value_of(node, sources)
+        if value is None:
+            return None
+        places = {source: source_name(source) for source in sorted(sources, key=source_name)}
+        for source, place in places.items():
+            given = given_now(node.graph, source)
+            if given is None or self._now(place) is not given:
+                return None
+        return _Entry(places, lambda given: compute(value.of(given)))
+
+    def _variable(self, tx: Any, entry: _Entry, words: str, build: Callable[..., Any] = build_attribute) -> Any:
+        key = _key(entry, words)
+        name = self._names.setdefault(key, f"early_{len(self._names)}")
+        if key not in self._entries or not hasattr(self.values, name):
             with real_tensors():
-                setattr(self.values, name, entry.of(self._arguments))
-            self._on_found(getattr(self.values, name))
-        return build_attribute(tx, self.values, self._names[key])
+                try:
+                    value = entry.of(self._arguments)
+                except _ERRORS:  # eager mode will say so
+                    return None
+            self._entries[key] = entry
+            setattr(self.values, name, value)
+            if isinstance(value, torch.Tensor):
+                self._on_found(value)
+        return build(tx, self.values, name)
+
+
+def _key(entry: _Entry, words: str) -> str:
+    return f"{words} of {', '.join(entry.places.values())}"
+
+
+def _answer(kind: type, dtype: torch.dtype, value: torch.Tensor) -> Any:
+    """``kind(value)``.
+
+    Raises:
+        TypeError: where it is of another type than it has in the step (under autocast).
+    """
+    if value.dtype != dtype:
+        raise TypeError(f"{value.dtype} for {dtype}")
+    return kind(value.item())
+
+
+def _as_dims(answer: bool) -> torch.Tensor:
+    """A tensor of no elements, by the dimensions of which Dynamo guards on an answer."""
+    return torch.empty((0,) * (1 + answer), dtype=torch.bool)
+
+
+def _as_size(number: int) -> torch.Tensor:
+    """A tensor of no elements that an integer is the first size of; a negative one by another number of dimensions."""
+    return torch.empty((abs(number), 0, *(0,) * (number < 0)), dtype=torch.bool)
+
+
+def _size_of(tx: Any, variable: Any) -> Any:
+    """While Dynamo traces: the integer of `_as_size`."""
+    size = variable.call_method(tx, "size", [VariableTracker.build(tx, 0)], {})
+    if variable.call_method(tx, "dim", [], {}).as_python_constant() == _as_size(1).dim():
+        return size
+    return VariableTracker.build(tx, operator.neg).call_function(tx, [size], {})
 
 
 def _spelled(node: torch.fx.Node) -> str:
     """How a node is computed, in words that are the same in each capture."""
     if node.op == "placeholder":
-        return "given"
+        argument = node.meta.get("grapharg")
+        return source_name(argument.source) if argument is not None and argument.source is not None else "given"
     parts: Any = torch.fx.node.map_arg((node.args, node.kwargs), _Spelled)
     return f"{getattr(node.target, '__name__', node.target)}{parts!r}"
 

@@ -16,7 +16,7 @@ import contextlib
 import dataclasses
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -38,61 +38,18 @@ _LIBRARIES = ("transformers.masking_utils", "transformers.modeling_attn_mask_uti
 """The modules that decide whether there is a mask, for models of all releases; the second is asked by older models."""
 
 _UNDERSTOOD = {
-    *("arange", "tensor", "ones", "zeros", "full", "ones_like", "zeros_like"),
-    *(
-        "to",
-        "cpu",
-        "bool",
-        "long",
-        "int",
-        "float",
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "truediv",
-        "floordiv",
-        "floor_divide",
-        "mod",
-    ),
-    *(
-        "floor",
-        "ceil",
-        "round",
-        "clamp",
-        "sum",
-        "max",
-        "min",
-        "sort",
-        "argmax",
-        "eq",
-        "ne",
-        "invert",
-        "diff",
-        "cumsum",
-        "pad",
-    ),
-    *(
-        "getitem",
-        "lt",
-        "gt",
-        "le",
-        "ge",
-        "and",
-        "and_",
-        "or",
-        "or_",
-        "logical_and",
-        "logical_or",
-        "logical_not",
-        "unsqueeze",
-        "expand",
-        "view",
-        "reshape",
-        "contiguous",
-    ),
+    *("arange", "tensor", "ones", "zeros", "full", "ones_like", "zeros_like", "full_like"),
+    *("to", "cpu", "bool", "long", "int", "float", "double", "type_as", "detach", "clone"),
+    *("add", "sub", "mul", "div", "truediv", "floordiv", "floor_divide", "mod", "remainder", "neg", "abs"),
+    *("floor", "ceil", "round", "clamp", "maximum", "minimum", "where", "masked_fill"),
+    *("sum", "max", "min", "amax", "amin", "mean", "any", "all", "count_nonzero", "cumsum", "argmax", "argmin", "sort"),
+    *("eq", "ne", "lt", "gt", "le", "ge", "isnan", "isinf", "isfinite"),
+    *("and", "and_", "or", "or_", "xor", "invert", "logical_and", "logical_or", "logical_xor", "logical_not"),
+    *("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"),
+    *("getitem", "select", "narrow", "flatten", "squeeze", "unsqueeze", "expand", "view", "reshape", "contiguous"),
+    *("transpose", "permute", "cat", "stack", "diff", "pad", "flip", "roll"),
 }
-"""Ops by which a mask may be computed, from one tensor of the batch or from constants: none draws random numbers or
+"""Ops by which a value may be computed from tensors of the batch or from constants: none draws random numbers or
 depends on state."""
 
 
@@ -173,7 +130,7 @@ def _answered(translator: Any, tensor: Any) -> Any:
         return VariableTracker.build(translator, False)
 
     def answer(given: torch.Tensor | None) -> bool:
-        return bool(torch.all(value.of(given)))
+        return bool(torch.all(value.of(dict.fromkeys(sources, given))))
 
     with real_tensors(), torch.no_grad():
         said = answer(example)
@@ -184,9 +141,9 @@ def _answered(translator: Any, tensor: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-    """A node's value as a function of the tensor given to the step; it keeps no node, and no batch, alive."""
+    """A node's value as a function of the tensors given to the step, by source; it keeps no node, and no batch, alive."""
 
-    of: Callable[[torch.Tensor | None], Any]
+    of: Callable[[Mapping[Source, Any]], Any]
 
 
 def value_of(node: torch.fx.Node, sources: set[Source]) -> Value | None:
@@ -204,7 +161,7 @@ def value_of(node: torch.fx.Node, sources: set[Source]) -> Value | None:
     if found is not None:
         source, read = found
         sources.add(source)
-        return Value(read)  # type: ignore[arg-type]
+        return Value(lambda given: read(given[source]))
     method = node.op == "call_method"
     name = str(node.target) if method else getattr(node.target, "__name__", "")
     name = name.removeprefix("__").removesuffix("__")  # before torch 2.12, of operators
@@ -220,7 +177,7 @@ def value_of(node: torch.fx.Node, sources: set[Source]) -> Value | None:
 
     arguments: Any = map_aggregate((node.args, node.kwargs), as_value)
 
-    def of(given: torch.Tensor | None) -> Any:
+    def of(given: Mapping[Source, Any]) -> Any:
         args, kwargs = map_aggregate(arguments, lambda part: part.of(given) if isinstance(part, Value) else part)
         return call(*args, **kwargs)
 

@@ -1,13 +1,15 @@
 """Rows that a mask of the batch chooses, while Dynamo traces: ``edge_index[:, source != target]``.
 
 The indices of the mask are computed before the step (see ``_early``), and the tensor is indexed by them. So it is where rows
-are replaced by what has a gradient (``hidden[masked] = token``): the backward picks them out again. Where the mask is not known
-before the step, the graph breaks there.
+are replaced by what has a gradient (``hidden[masked] = token``): the backward picks them out again. The indices themselves
+(``nonzero``) are computed then too, and those of rows that are repeated (``repeat_interleave``). Where that is not known before
+the step, the graph breaks there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +23,7 @@ from lightning_remat.capture._torch import (
     TensorVariable,
     TupleVariable,
     VariableTracker,
+    replaced_handlers,
     unimplemented,
 )
 from lightning_remat.capture.tracing._early import Early
@@ -40,7 +43,18 @@ def rows_are_found(early: Early) -> Iterator[None]:
     def of_tensor(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name == "__getitem__" and len(args) == 1:
             args = [_as_indices(early, tx, args[0].realize())]
+        elif name in _CHOOSING and early.traced(tx):
+            found = _CHOOSING[name](early, tx, variable, *args, **kwargs)
+            if found is not None:
+                return found
         return method(variable, tx, name, args, kwargs)
+
+    def of_function(choose: Any, _function: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        known = early.traced(tx) and args and args[0].is_tensor()
+        return choose(early, tx, *args, **kwargs) if known else None
+
+    functions = {getattr(torch, name): functools.partial(of_function, choose) for name, choose in _CHOOSING.items()}
+    functions[torch.where] = functools.partial(of_function, _where)
 
     def written(variable: Any, tx: Any, index: Any, value: Any) -> Any:
         if torch.is_grad_enabled() and _has_gradient(value.realize()):
@@ -59,7 +73,7 @@ def rows_are_found(early: Early) -> Iterator[None]:
         (TensorVariable, "call_method", of_tensor),
         (TensorVariable, "method___setitem__", written),
     )
-    with replaced(replacements):
+    with replaced(replacements), replaced_handlers(functions):
         yield
 
 
@@ -104,9 +118,65 @@ def _mask_dims(variable: Any) -> int:
 
 def _rows_of(early: Early, tx: Any, mask: Any) -> list[Any] | None:
     dims = _mask_dims(mask)
-    found = early.of_tensor(tx, mask, torch.Tensor.nonzero, "rows") if dims else None
-    if found is None:
-        return None
+    found = early.of_tensor(tx, mask, torch.Tensor.nonzero, "rows", rows=True) if dims else None
+    return None if found is None else _columns(tx, found, dims)
+
+
+def _columns(tx: Any, rows: Any, dims: int) -> list[Any]:
     column = VariableTracker.build(tx, 1)
     places = [VariableTracker.build(tx, i) for i in range(dims)]
-    return [found.call_method(tx, "select", [column, place], {}) for place in places]
+    return [rows.call_method(tx, "select", [column, place], {}) for place in places]
+
+
+def _nonzero(early: Early, tx: Any, tensor: Any, *, as_tuple: Any = None) -> Any:
+    """``nonzero``, of a tensor of any type."""
+    example = _example(tensor)
+    found = (
+        early.of_tensor(tx, tensor, torch.Tensor.nonzero, "rows", rows=True)
+        if example is not None and example.dim()
+        else None
+    )
+    if found is None or as_tuple is None or not as_tuple.as_python_constant():
+        return found
+    return TupleVariable(_columns(tx, found, example.dim()))  # type: ignore[union-attr]
+
+
+def _argwhere(early: Early, tx: Any, tensor: Any) -> Any:
+    return _nonzero(early, tx, tensor)
+
+
+def _where(early: Early, tx: Any, *args: Any, **kwargs: Any) -> Any:
+    """``where`` of a condition alone."""
+    return (
+        _nonzero(early, tx, *args, as_tuple=VariableTracker.build(tx, True)) if len(args) == 1 and not kwargs else None
+    )
+
+
+def _masked_select(early: Early, tx: Any, tensor: Any, mask: Any) -> Any:
+    """``masked_select``, where no gradient comes to what is selected: that would be computed in another way."""
+    example, masked = _example(tensor), _example(mask)
+    if example is None or masked is None or example.shape != masked.shape or example.requires_grad:
+        return None
+    rows = _rows_of(early, tx, mask)
+    return None if rows is None else tensor.call_method(tx, "__getitem__", [TupleVariable(rows)], {})
+
+
+def _repeat_interleave(early: Early, tx: Any, tensor: Any, repeats: Any = None, dim: Any = None, **kwargs: Any) -> Any:
+    """``repeat_interleave``, of each row by a number of its own: the rows are selected by their repeated indices."""
+    rows, counts = _example(tensor), _example(tensor if repeats is None else repeats)
+    if kwargs or rows is None or counts is None or counts.dim() != 1 or counts.shape == (1,) or rows.is_complex():
+        return None
+    found = early.of_tensor(tx, tensor if repeats is None else repeats, torch.repeat_interleave, "repeated", rows=True)
+    if found is None or repeats is None:
+        return found
+    if dim is None or (dim.is_python_constant() and dim.as_python_constant() is None):
+        tensor, dim = tensor.call_method(tx, "flatten", [], {}), VariableTracker.build(tx, 0)
+    return tensor.call_method(tx, "index_select", [dim, found], {})
+
+
+_CHOOSING: dict[str, Any] = {
+    "nonzero": _nonzero,
+    "argwhere": _argwhere,
+    "masked_select": _masked_select,
+    "repeat_interleave": _repeat_interleave,
+}

@@ -1,10 +1,10 @@
-"""Python floats that change from call to call become inputs of a captured graph, and round and print as Python's do.
+"""Python numbers that change from call to call become inputs of a captured graph, and round and print as Python's do.
 
-* ``VariableBuilder.wrap_symfloat``: Dynamo makes an input of a Python float only where all sizes are symbols too, with no way
-  to ask for a single one (see `VaryingFloats`). AOTAutograd would make tensors of such floats, which round otherwise:
-  that is left out (``tensorify_python_scalars``; the environment variable that turns it off is read once a process in
-  newer releases, by whoever compiles first). ``TensorifyState`` tells Dynamo to begin again with a float as a
-  constant.
+* ``VariableBuilder.wrap_symfloat`` and ``wrap_symint``: Dynamo makes an input of a Python number only where all sizes are
+  symbols too, with no way to ask for a single one (see `VaryingNumbers`). AOTAutograd would make tensors of such floats,
+  which round otherwise: that is left out (``tensorify_python_scalars``; the environment variable that turns it off is read
+  once a process in newer releases, by whoever compiles first). ``TensorifyState`` tells Dynamo to begin again with a
+  float as a constant, and ``TensorifyScalarRestartAnalysis`` has it begin again.
 * ``SymNode`` simplifies what Python rounds at each operation, and ``_format_value`` forgets a float's format: both are
   corrected.
 """
@@ -17,58 +17,113 @@ import inspect
 import math
 import re
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch._dynamo
 import torch.fx
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, unimplemented
-from torch._dynamo.source import ConstantSource
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase, TensorifyState
+from torch._dynamo.source import ConstantSource, TensorPropertySource
+from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase, TensorifyState
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import TrackedFake, VariableBuilder  # type: ignore[attr-defined]
 from torch._dynamo.variables.misc import StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch._aot_autograd import graph_compile
+from torch._guards import Source
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeGuardPythonPrinter
 from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+from lightning_remat._replaced import replaced
 from lightning_remat.capture._torch._guards import source_name
 from lightning_remat.capture._torch._symbols import expression, free_symbols, symbolic_node
+from lightning_remat.capture._torch._variables import attribute_of
 
 
-class VaryingFloats:
-    """The Python floats that a function reads and that change from call to call: one graph holds for all of their values.
+class VaryingNumbers:
+    """The Python numbers that a function reads and that change from call to call: one graph holds for all of their values.
 
-    A float is one of them once it was seen to change, and from the first call on where it is the result of a call at
-    which the graph breaks (``np.random.beta``).
+    A number is one of them once it was seen to change, and from the first call on where it is the result of a call at
+    which the graph breaks (``np.random.beta``, ``mask.sum().item()``). An integer from which the size of a tensor follows
+    is not: a plan knows all sizes.
     """
 
     def __init__(self) -> None:
         self._first: dict[tuple[types.CodeType, str], float] = {}
+        self._integers: set[tuple[types.CodeType, str]] = set()
+        self._sizes: set[tuple[types.CodeType, str]] = set()
 
     @contextlib.contextmanager
-    def symbolic(self) -> Iterator[None]:
-        """While Dynamo traces: these floats become inputs of the graph."""
-        own = VariableBuilder.wrap_symfloat
+    def symbolic(self, dynamic_sources: str = "") -> Iterator[None]:
+        """While Dynamo traces: these numbers become inputs of the graph.
 
-        def wrap(builder: VariableBuilder, value: float) -> VariableTracker:
+        Args:
+            dynamic_sources: see `tracing`: what Dynamo makes an input of anyway.
+        """
+        patterns = [re.compile(pattern) for pattern in dynamic_sources.split(",") if pattern]
+        own_float, own_integer = VariableBuilder.wrap_symfloat, VariableBuilder.wrap_symint
+        own_literal = VariableBuilder.wrap_literal
+
+        def varies(builder: VariableBuilder, value: float) -> bool:
             name = builder.name
-            static = not _RETURNED.fullmatch(name) and self._first.setdefault((builder.tx.f_code, name), value) == value
-            with torch._dynamo.config.patch(assume_static_by_default=static):
-                return own(builder, value)
+            return bool(_RETURNED.fullmatch(name)) or self._first.setdefault((builder.tx.f_code, name), value) != value
 
-        VariableBuilder.wrap_symfloat = wrap  # type: ignore[assignment, method-assign]
-        try:
-            with _rounding_as_python_does(), _formatting_as_python_does():
-                yield
-        finally:
-            VariableBuilder.wrap_symfloat = own  # type: ignore[method-assign]
+        def is_input(builder: VariableBuilder, value: int) -> bool:
+            known = (builder.tx.output.root_tx.f_code, builder.name) in self._sizes
+            return not known and not any(one.match(builder.name) for one in patterns) and varies(builder, value)
+
+        def wrap_float(builder: VariableBuilder, value: float) -> VariableTracker:
+            config = torch._dynamo.config
+            with config.patch(assume_static_by_default=config.assume_static_by_default and not varies(builder, value)):
+                return own_float(builder, value)
+
+        def wrap_integer(
+            builder: VariableBuilder, value: int, dynamism: Any = None, context: Any = None
+        ) -> VariableTracker:
+            if dynamism is None and is_input(builder, value):
+                dynamism = DimDynamic.DYNAMIC
+                self._integers.add((builder.tx.output.root_tx.f_code, builder.name))
+            return own_integer(builder, value, dynamism, context)
+
+        def wrap_literal(builder: VariableBuilder, value: Any) -> VariableTracker:
+            of_module = type(value) is int and builder.source.guard_source.is_unspecialized_nn_module()
+            if of_module and is_input(builder, value):  # Dynamo makes constants of these
+                return builder.wrap_symint(value)
+            return own_literal(builder, value)
+
+        replacements = (
+            (VariableBuilder, "wrap_symfloat", wrap_float),
+            (VariableBuilder, "wrap_symint", wrap_integer),
+            (VariableBuilder, "wrap_literal", wrap_literal),
+        )
+        with replaced(replacements), _rounding_as_python_does(), _formatting_as_python_does():
+            yield
+
+    def are_sizes(self, code: types.CodeType | None, names: Sequence[str]) -> bool:
+        """Make constants of these integers from now on; returns whether any of them was an input so far.
+
+        Args:
+            code: of the frame that is captured.
+            names: of their sources.
+        """
+        found = {(of, name) for of, name in self._integers - self._sizes if of is code and name in names}
+        self._sizes |= found
+        return bool(found)
+
+
+def build_number(translator: Any, owner: Any, name: str) -> VariableTracker:
+    """While Dynamo traces: a variable for an attribute of an object, an ``int`` or ``float``, that is an input of the graph."""
+    builder = VariableBuilder(translator, attribute_of(translator, owner, name))
+    value = getattr(owner, name)
+    if isinstance(value, int):
+        return builder.wrap_symint(value, DimDynamic.DYNAMIC)
+    with torch._dynamo.config.patch(assume_static_by_default=False):
+        return builder.wrap_symfloat(value)
 
 
 _RETURNED = re.compile(r"L\['___stack\d+'\](\[[^\]]*\])*")
@@ -135,7 +190,7 @@ def _formatting_as_python_does() -> Iterator[None]:
 
     def format_value(translator: InstructionTranslatorBase, spec: VariableTracker, flags: int) -> None:
         value = translator.stack[-1].realize()
-        if isinstance(value, SymNodeVariable) and isinstance(value.sym_num, torch.SymFloat):
+        if isinstance(value, SymNodeVariable) and _is_number(value.sym_num):
             form = "{:" + spec.as_python_constant() + "}"
             first = (translator,) if asks_for_translator else ()
             translator.stack[-1] = make(*first, form, [value], {})
@@ -167,6 +222,15 @@ def _formatting_as_python_does() -> Iterator[None]:
             del StringFormatVariable.python_type
 
 
+def _is_number(symbol: Any) -> bool:
+    """Whether a symbolic number comes from Python's numbers; a size of a tensor may name a layer."""
+    if not isinstance(symbol, torch.SymInt):
+        return isinstance(symbol, torch.SymFloat)
+    sources = symbolic_node(symbol).shape_env.var_to_sources
+    found = [source for one in free_symbols(expression(symbol)) for source in sources.get(one, ())]
+    return bool(found) and not any(isinstance(source, TensorPropertySource) for source in found)
+
+
 def _values(part: list[VariableTracker] | dict[str, VariableTracker]) -> list[VariableTracker]:
     return list(part.values()) if isinstance(part, dict) else part
 
@@ -186,6 +250,44 @@ def sizes_from_floats(graph_module: torch.fx.GraphModule) -> bool:
     return any(symbol_is_type(symbol, SymT.FLOAT) for size in sizes for symbol in free_symbols(size))
 
 
+def integers(graph_module: torch.fx.GraphModule, sizes: bool) -> list[str]:
+    """Names of the sources of Python integers among the inputs of a graph of Dynamo's.
+
+    Args:
+        graph_module: the graph.
+        sizes: whether only those are asked for that sizes or strides of its tensors follow from.
+    """
+    examples = [(node.op, node.meta.get("example_value")) for node in graph_module.graph.nodes]
+    symbols = {
+        expression(example): source_name(source)
+        for op, example in examples
+        if op == "placeholder" and isinstance(example, torch.SymInt) and (source := _python_source(example)) is not None
+    }
+    if not sizes or not symbols:
+        return list(symbols.values())
+    tensors = (one for _, example in examples for one in tree_leaves(example) if isinstance(one, torch.Tensor))
+    lie = (number for one in tensors for number in (*one.shape, *one.stride()) if isinstance(number, torch.SymInt))
+    found = set[Any]().union(*(free_symbols(expression(number)) for number in lie))
+    return [name for symbol, name in symbols.items() if symbol in found]
+
+
+def is_size_of_tensor(value: Any) -> bool:
+    """Whether an input of a graph of Dynamo's is a symbolic size of a tensor."""
+    return isinstance(value, torch.SymInt) and _python_source(value) is None
+
+
+def _python_source(number: torch.SymInt) -> Source | None:
+    """Where a symbolic number comes from; ``None`` for a size of a tensor."""
+    sources = symbolic_node(number).shape_env.var_to_sources.get(expression(number), ())
+    return sources[0] if sources and not isinstance(sources[0], TensorPropertySource) else None
+
+
+def trace_again() -> NoReturn:
+    """While Dynamo's backend runs: have the frame traced once more, not in the same steps: known modules are left out."""
+    InstructionTranslator.current_tx().speculation_log.clear()
+    raise TensorifyScalarRestartAnalysis
+
+
 def floats_as_constants(graph_module: torch.fx.GraphModule) -> None:
     """While Dynamo's backend runs: have the frame captured once more with its Python floats as constants, if it has any left.
 
@@ -196,7 +298,7 @@ def floats_as_constants(graph_module: torch.fx.GraphModule) -> None:
     for name in names:
         TensorifyState.specialize(name)
     if names:
-        raise TensorifyScalarRestartAnalysis
+        trace_again()
     TensorifyState.clear()
 
 
