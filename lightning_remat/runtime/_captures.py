@@ -56,7 +56,7 @@ MOST_LEFT = 4
 Backend = Callable[
     [torch.fx.GraphModule, Sequence[Any], bool, types.CodeType | None, Callable[[], None]], Callable[..., Any]
 ]
-"""Takes a module from Dynamo, its inputs, whether sizes are symbolic, the frame's code, and what has the frame traced once more,
+"""Takes a module from Dynamo, its inputs, whether sizes are symbolic, the frame's code, and what has the frame traced once more
 with Python's numbers as constants, if it has any left; returns what runs it."""
 
 

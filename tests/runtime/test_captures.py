@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.variables.builder import VariableBuilder
 from torch.nn import functional
 
 from lightning_remat import rematerialize
@@ -202,6 +203,9 @@ class TestCaptures:
         assert step.plans and not step.failures
 
     def test_a_deque_lets_go_of_items_where_it_is_full(self) -> None:
+        torch.compile(torch.sin, backend="eager")(
+            torch.ones(1)
+        )  # of what Dynamo meets it makes a table, once a process
         found = []
         for wrap in (False, True):
             last: collections.deque[Any] = collections.deque([1.0], maxlen=3)
@@ -220,6 +224,9 @@ class TestCaptures:
             found.append([(step(inputs()).item(), [float(one) for one in last]) for _ in range(4)])
         assert found[0] == found[1]
         assert step.plans and not step.failures
+        assert (
+            VariableBuilder._type_dispatch()[collections.deque] is VariableBuilder.wrap_listlike
+        )  # the user's own captures
 
     def test_a_branch_on_data_trains_exactly_in_parts(self, capfd: pytest.CaptureFixture[str]) -> None:
         def forward(self: Net, x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,8 @@ reads and guards all that is in them, says that ``capturable`` is set, and on a 
 
 ``WrapperUserFunctionVariable.call_function``: Dynamo traces through ``functools.lru_cache``.
 
-``VariableBuilder.wrap_listlike``: to Dynamo a deque that the step is given holds any number of items, whatever its ``maxlen``.
+``VariableBuilder._type_dispatch``, a table that Dynamo makes once a process: to Dynamo a deque that the step is given holds any
+number of items, whatever its ``maxlen``.
 """
 
 from __future__ import annotations
@@ -70,15 +71,17 @@ def as_in_eager_mode() -> Iterator[None]:
 
 def _replacements() -> Iterator[tuple[Any, str, Any]]:
     """Of what else Dynamo does in another way than eager mode, the class or module, the name, and what is called there."""
-    wrap_listlike: Any = VariableBuilder.wrap_listlike
+    own_types: Any = VariableBuilder._type_dispatch()
     call_function: Any = WrapperUserFunctionVariable.call_function
 
     def with_limit(builder: VariableBuilder, value: Any) -> Any:
-        made = wrap_listlike(builder, value)
+        made = own_types[collections.deque](builder, value)
         if isinstance(value, collections.deque) and value.maxlen is not None:
             install_guard(AttrSource(builder.get_source(), "maxlen").make_guard(GuardBuilder.CONSTANT_MATCH))
             made.maxlen = _Limit(value.maxlen)
         return made
+
+    types = {**own_types, collections.deque: with_limit}
 
     def drawn_once(variable: Any, translator: Any, args: Any, kwargs: Any) -> Any:
         graph = translator.output.graph
@@ -96,7 +99,7 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
         return result
 
     yield OptimizerVariable, "_set_capturable", lambda _optimizer, _translator: None
-    yield VariableBuilder, "wrap_listlike", with_limit
+    yield VariableBuilder, "_type_dispatch", classmethod(lambda _: types)
     yield WrapperUserFunctionVariable, "call_function", drawn_once
     yield user_defined, "call_random_fn", _number_drawn  # of the module `random`
     yield misc, "call_random_fn", _number_drawn  # of an object

@@ -1,10 +1,10 @@
 """Python numbers that change from call to call become inputs of a captured graph, and round and print as Python's do.
 
-* ``VariableBuilder.wrap_symfloat`` and ``wrap_symint``: Dynamo makes an input of a Python number only where all sizes are
-  symbols too, with no way to ask for a single one (see `VaryingNumbers`). AOTAutograd would make tensors of such floats,
-  which round otherwise: that is left out (``tensorify_python_scalars``; the environment variable that turns it off is read
-  once a process in newer releases, by whoever compiles first). ``TensorifyState`` tells Dynamo to begin again with a
-  float as a constant, and ``TensorifyScalarRestartAnalysis`` has it begin again.
+* ``VariableBuilder.wrap_symfloat`` and ``wrap_symint``, ``is_int_specialization_case``: Dynamo makes an input of a Python
+  number only where all sizes are symbols too, with no way to ask for a single one (see `VaryingNumbers`). AOTAutograd would
+  make tensors of such floats, which round otherwise: that is left out (``tensorify_python_scalars``; the environment
+  variable that turns it off is read once a process in newer releases, by whoever compiles first). ``TensorifyState`` tells
+  Dynamo to begin again with a float as a constant, and ``TensorifyScalarRestartAnalysis`` has it begin again.
 * ``SymNode`` simplifies what Python rounds at each operation, and ``_format_value`` forgets a float's format: both are
   corrected.
 """
@@ -26,6 +26,7 @@ import torch.fx
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, unimplemented
 from torch._dynamo.source import ConstantSource, TensorPropertySource
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase, TensorifyState
+from torch._dynamo.variables import builder
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import TrackedFake, VariableBuilder  # type: ignore[attr-defined]
 from torch._dynamo.variables.misc import StringFormatVariable
@@ -67,39 +68,40 @@ class VaryingNumbers:
         """
         patterns = [re.compile(pattern) for pattern in dynamic_sources.split(",") if pattern]
         own_float, own_integer = VariableBuilder.wrap_symfloat, VariableBuilder.wrap_symint
-        own_literal = VariableBuilder.wrap_literal
+        own_special = _BUILDER.is_int_specialization_case
 
-        def varies(builder: VariableBuilder, value: float) -> bool:
-            name = builder.name
-            return bool(_RETURNED.fullmatch(name)) or self._first.setdefault((builder.tx.f_code, name), value) != value
+        def varies(source: Source, value: float) -> bool:
+            key = _key(source)
+            return bool(_RETURNED.fullmatch(key[1])) or self._first.setdefault(key, value) != value
 
-        def is_input(builder: VariableBuilder, value: int) -> bool:
-            known = (builder.tx.output.root_tx.f_code, builder.name) in self._sizes
-            return not known and not any(one.match(builder.name) for one in patterns) and varies(builder, value)
+        def is_input(source: Source, value: int) -> bool:
+            code, name = _key(source)
+            known = (code, name) in self._sizes or any(one.match(name) for one in patterns)
+            return not known and varies(source, value)
 
-        def wrap_float(builder: VariableBuilder, value: float) -> VariableTracker:
+        def wrap_float(building: VariableBuilder, value: float) -> VariableTracker:
             config = torch._dynamo.config
-            with config.patch(assume_static_by_default=config.assume_static_by_default and not varies(builder, value)):
-                return own_float(builder, value)
+            static = config.assume_static_by_default and not varies(building.source, value)
+            with config.patch(assume_static_by_default=static):
+                return own_float(building, value)
 
         def wrap_integer(
-            builder: VariableBuilder, value: int, dynamism: Any = None, context: Any = None
+            building: VariableBuilder, value: int, dynamism: Any = None, context: Any = None
         ) -> VariableTracker:
-            if dynamism is None and is_input(builder, value):
+            if dynamism is None and is_input(building.source, value):
                 dynamism = DimDynamic.DYNAMIC
-                self._integers.add((builder.tx.output.root_tx.f_code, builder.name))
-            return own_integer(builder, value, dynamism, context)
+                self._integers.add(_key(building.source))
+            return own_integer(building, value, dynamism, context)
 
-        def wrap_literal(builder: VariableBuilder, value: Any) -> VariableTracker:
-            of_module = type(value) is int and builder.source.guard_source.is_unspecialized_nn_module()
-            if of_module and is_input(builder, value):  # Dynamo makes constants of these
-                return builder.wrap_symint(value)
-            return own_literal(builder, value)
+        def is_special(value: int, source: Source) -> bool:  # such as all of a module
+            return not (source.guard_source.is_unspecialized_nn_module() and is_input(source, value)) and own_special(
+                value, source
+            )
 
         replacements = (
             (VariableBuilder, "wrap_symfloat", wrap_float),
             (VariableBuilder, "wrap_symint", wrap_integer),
-            (VariableBuilder, "wrap_literal", wrap_literal),
+            (_BUILDER, "is_int_specialization_case", is_special),
         )
         with replaced(replacements), _rounding_as_python_does(), _formatting_as_python_does():
             yield
@@ -116,15 +118,21 @@ class VaryingNumbers:
         return bool(found)
 
 
+def _key(source: Source) -> tuple[types.CodeType, str]:
+    """What a number is known by: code of the frame that Dynamo translates, and the source's name."""
+    return InstructionTranslator.current_tx().output.root_tx.f_code, source_name(source)
+
+
 def build_number(translator: Any, owner: Any, name: str) -> VariableTracker:
     """While Dynamo traces: a variable for an attribute of an object, an ``int`` or ``float``, that is an input of the graph."""
-    builder = VariableBuilder(translator, attribute_of(translator, owner, name))
-    value = getattr(owner, name)
+    building, value = VariableBuilder(translator, attribute_of(translator, owner, name)), getattr(owner, name)
     if isinstance(value, int):
-        return builder.wrap_symint(value, DimDynamic.DYNAMIC)
+        return building.wrap_symint(value, DimDynamic.DYNAMIC)
     with torch._dynamo.config.patch(assume_static_by_default=False):
-        return builder.wrap_symfloat(value)
+        return building.wrap_symfloat(value)
 
+
+_BUILDER: Any = builder
 
 _RETURNED = re.compile(r"L\['___stack\d+'\](\[[^\]]*\])*")
 """Dynamo's name for what a call has returned at which the graph breaks, and for items of that."""

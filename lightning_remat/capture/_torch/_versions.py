@@ -52,8 +52,8 @@ NAMES = {
     "torch._dynamo.variables.base": "AttributeMutationExisting ValueMutationExisting VariableTracker._nonvar_fields "
     "VariableTracker.build VariableTracker.visit",
     "torch._dynamo.variables.builder": "TrackedFake VariableBuilder.__call__ VariableBuilder._wrap "
-    "VariableBuilder.wrap_listlike VariableBuilder.wrap_literal VariableBuilder.wrap_numpy_ndarray "
-    "VariableBuilder.wrap_symfloat VariableBuilder.wrap_symint wrap_fx_proxy",
+    "VariableBuilder._type_dispatch VariableBuilder.wrap_numpy_ndarray "
+    "VariableBuilder.wrap_symfloat VariableBuilder.wrap_symint is_int_specialization_case wrap_fx_proxy",
     "torch._dynamo.variables.builtin": "BuiltinVariable.call_function",
     "torch._dynamo.variables.constant": "ConstantVariable",
     "torch._dynamo.variables.functions": "SkipFunctionVariable.call_function UserFunctionVariable "

@@ -131,14 +131,12 @@ def _columns(tx: Any, rows: Any, dims: int) -> list[Any]:
 def _nonzero(early: Early, tx: Any, tensor: Any, *, as_tuple: Any = None) -> Any:
     """``nonzero``, of a tensor of any type."""
     example = _example(tensor)
-    found = (
-        early.of_tensor(tx, tensor, torch.Tensor.nonzero, "rows", rows=True)
-        if example is not None and example.dim()
-        else None
-    )
+    if example is None or not example.dim():
+        return None
+    found = early.of_tensor(tx, tensor, torch.Tensor.nonzero, "rows", rows=True)
     if found is None or as_tuple is None or not as_tuple.as_python_constant():
         return found
-    return TupleVariable(_columns(tx, found, example.dim()))  # type: ignore[union-attr]
+    return TupleVariable(_columns(tx, found, example.dim()))
 
 
 def _argwhere(early: Early, tx: Any, tensor: Any) -> Any:
