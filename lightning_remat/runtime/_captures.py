@@ -92,7 +92,8 @@ class Captures:
         self._pieces: dict[types.CodeType, Sequence[torch.fx.Node]] = {}
         self.early = Early(function, self._found_early)
         self._code: types.CodeType | None = None  # of the frame that is being captured
-        for code in self.early.codes:  # it may have been skipped for another object of this class
+        left = getattr(function, internals.DISABLED, False)  # by the user
+        for code in () if left else self.early.codes:  # it may have been skipped for another object of this class
             internals.skip_no_more(code)
         self._function, self._backend = function, backend
         self._call, self._reasons = call, reasons
