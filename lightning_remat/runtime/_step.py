@@ -193,6 +193,8 @@ class ScheduledStep:
         self._lazy = False
         early = self._captures.early
         early.begin(args, kwargs)
+        if early.leave_what_varies():
+            self._captures.anew()
         try:
             while True:
                 try:

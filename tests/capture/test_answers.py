@@ -15,6 +15,7 @@ from torch._dynamo.eval_frame import skip_code
 from torch.nn import functional
 
 from lightning_remat import rematerialize
+from lightning_remat.capture.tracing._early import MOST_ANSWERS
 from lightning_remat.runtime._captures import MOST_CAPTURES
 from tests.helpers.training import Classifier, compare
 
@@ -44,19 +45,19 @@ class Words(nn.Module):
         return self.use(self, ids, mask)
 
 
-def batches() -> Iterator[tuple[Tensor, Tensor]]:
+def batches(count: int = BATCHES) -> Iterator[tuple[Tensor, Tensor]]:
     """Sentences of several lengths; every third batch has no padding."""
     draw = torch.Generator().manual_seed(5)
-    for number in range(BATCHES):
+    for number in range(count):
         ids = torch.randint(20, (WORDS, LENGTH), generator=draw)
         lengths = torch.randint(2, LENGTH + 1, (WORDS,), generator=draw)
         mask = torch.arange(LENGTH) < lengths[:, None]
         yield ids, (mask | (number % 3 == 2)).long()
 
 
-def trained(module: Any, call: Any) -> list[Any]:
+def trained(module: Any, call: Any, count: int) -> list[Any]:
     found: list[Any] = []
-    for number, batch in enumerate(batches()):
+    for number, batch in enumerate(batches(count)):
         torch.manual_seed(number)
         module.zero_grad()
         try:
@@ -71,13 +72,13 @@ def trained(module: Any, call: Any) -> list[Any]:
     return [*found, torch.get_rng_state()]
 
 
-def check(use: Use) -> Any:
+def check(use: Use, count: int = BATCHES) -> Any:
     """Train with a use; returns the step, whose results are eager mode's."""
     torch.manual_seed(0)
     original = Words(use)
     eager, module = copy.deepcopy(original), copy.deepcopy(original)
     step = rematerialize(module, "min", time_limit=0.5, cost_model="unit")
-    expected, found = trained(eager, eager), trained(module, step)
+    expected, found = trained(eager, eager, count), trained(module, step, count)
     assert len(expected) == len(found)
     for one, other in zip(expected, found, strict=True):
         assert torch.equal(one, other) if isinstance(one, Tensor) else one == other
@@ -296,6 +297,77 @@ class Skips(pl.Callback):
 def test_a_lightning_step() -> None:
     _, _, remat = compare(Reported, plans=None, callbacks=lambda: [Skips()])
     assert not remat.failures and len({tuple(plan.graph.inputs) for plan in remat.plans}) == len(remat.plans)
+
+
+class Scaled(nn.Module):
+    """A layer that sets its scale by the first batch, and counts in a buffer, as flows and codebooks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+        self.register_buffer("known", torch.tensor(False))
+        self.register_buffer("seen", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.known:
+            with torch.no_grad():
+                self.scale.div_(x.std((0, 1)) + 0.1)
+                self.known.fill_(True)
+        decay = min(0.9, (1 + self.seen.item()) / (4 + self.seen.item()))
+        self.seen += 1
+        return torch.tanh(self.linear(x) * self.scale) * decay
+
+
+def flows(kind: str) -> tuple[nn.Module, Any]:
+    """A network of such layers, and what is called: it, a function that finds it in its closure, or one of its methods."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(20, 8), *(Scaled() for _ in range(2)), nn.Dropout(0.2))
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net
+
+        def loss(self, ids: Tensor) -> Tensor:
+            return self.net(ids).square().mean()
+
+    def loss(ids: Tensor) -> Tensor:
+        return net(ids).square().mean()
+
+    return net, {"module": net, "function": loss, "method": Whole().loss}[kind]
+
+
+@pytest.mark.parametrize("kind", ["module", "function", "method"])
+def test_buffers_are_known_too(kind: str) -> None:
+    results = []
+    for wrap in (False, True):
+        net, call = flows(kind)
+        call = rematerialize(call, "min", time_limit=0.5, cost_model="unit") if wrap else call
+        results.append([])
+        for number, (ids, _) in enumerate(batches()):
+            torch.manual_seed(number)
+            net.zero_grad()
+            loss = call(ids)
+            loss.square().mean().backward()
+            results[-1] += [
+                loss.detach(),
+                *(p.grad.clone() for p in net.parameters()),
+                *map(torch.clone, net.buffers()),
+            ]
+            del loss
+    assert all(map(torch.equal, *results)) and not call.failures
+    assert graphs(call) <= 3  # in front of the first answer, and on both sides of the decay's last value
+
+
+def each(module: Words, ids: Tensor, mask: Tensor) -> Tensor:
+    losses = module.losses(ids)
+    return losses[0].sum() + sum(one.mean() for one, known in zip(losses, mask, strict=True) if known[5])
+
+
+@pytest.mark.long
+def test_answers_that_are_never_the_same_are_left() -> None:
+    step = check(each, 2 * MOST_ANSWERS)
+    assert not step._step._captures.early._asked[bool]
 
 
 class Judge(Words):

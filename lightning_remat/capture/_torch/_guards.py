@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
+import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -141,20 +142,24 @@ def guard_on_choices() -> None:
     guard_on(source, _Choosing.now, _CHOOSING.now(), "which kernels are enabled")  # type: ignore[arg-type]
 
 
-def found_at(place: str, arguments: Mapping[str, Any]) -> Any:
-    """The value that a source names, among a function's arguments.
+def found_at(place: str, local: Mapping[str, Any], of_module: Mapping[str, Any]) -> Any:
+    """The value that a source names, of what a function reads.
 
     Args:
         place: the source's name (see `source_name`).
-        arguments: of a call, by name.
+        local: its arguments in a call, and what it finds in its closure, by name.
+        of_module: the globals of its module.
 
     Raises:
-        NameError: for a source that is no argument's, such as a global. (An argument, attribute or item that is missing
-            raises as in Python.)
+        NameError: for a source of another kind. (A name, attribute or item that is missing raises as in Python.)
     """
-    return eval(
-        place, dict(_get_closure_vars()), {"L": arguments}
-    )  # an expression that Dynamo has written, as its guards are
+    return eval(_compiled(place), dict(_get_closure_vars()), {"L": local, "G": of_module})
+
+
+@functools.lru_cache(1024)
+def _compiled(place: str) -> types.CodeType:
+    """An expression that Dynamo has written, as its guards are."""
+    return compile(place, "<source>", "eval")
 
 
 def absent(source: Source, name: str) -> None:

@@ -38,8 +38,11 @@ Found = Callable[[Any], torch.Tensor]
 
 _ERRORS = AttributeError, LookupError, TypeError, ValueError, RuntimeError, ArithmeticError
 
-MOST_ASKED = 4
-"""Questions that are answered by yes or no, and integers, that are asked before a step: each answer may be a capture more."""
+MOST_INTEGERS = 4
+"""Integers that are asked for before a step: each value may be a capture more."""
+
+MOST_ANSWERS = 8
+"""Sets of answers, yes or no, that a step is captured for: after these, what is asked is left to Dynamo."""
 
 
 _SIZE = "size of "
@@ -47,14 +50,14 @@ _SIZE = "size of "
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Entry:
-    """What is computed before each call: where its values are found among the call's arguments (see `found_at`), and how."""
+    """What is computed before each call: where its values are found in what the call reads (see `found_at`), and how."""
 
     places: Mapping[Source, str]
     compute: Callable[[Mapping[Source, Any]], Any]
 
-    def of(self, arguments: Mapping[str, Any]) -> Any:
+    def of(self, at: Callable[[str], Any]) -> Any:
         with torch.no_grad():
-            return self.compute({source: found_at(place, arguments) for source, place in self.places.items()})
+            return self.compute({source: at(place) for source, place in self.places.items()})
 
     def then(self, function: Callable[[Any], Any]) -> _Entry:
         """What a function makes of it."""
@@ -74,7 +77,7 @@ class _Question:
 
 
 class Early:
-    """What is computed before each call of a function from what is given to it.
+    """What is computed before each call of a function from what is given to it, and from what it finds on its modules.
 
     Args:
         function: what is captured.
@@ -93,6 +96,7 @@ class Early:
             self._signature: inspect.Signature | None = inspect.signature(function)
         except (TypeError, ValueError):
             self._signature = None
+        self._own = _Own(function)
         self._entries: dict[str, _Entry] = {}
         self._names: dict[str, str] = {}
         self._arguments: dict[str, Any] = {}
@@ -100,6 +104,7 @@ class Early:
         self._sizes: set[str] = set()
         self._rows: set[str] = set()
         self._left: set[str] = set()
+        self._answers: set[tuple[str, ...]] = set()
         self.values = types.SimpleNamespace()
 
     @property
@@ -120,7 +125,16 @@ class Early:
         self._arguments = bound.arguments
         for key, entry in self._entries.items():
             with contextlib.suppress(*_ERRORS):
-                setattr(self.values, self._names[key], entry.of(bound.arguments))
+                setattr(self.values, self._names[key], entry.of(self._at))
+
+    def leave_what_varies(self) -> bool:
+        """Before a call: leave to Dynamo what has had too many sets of answers, from now on; returns whether anything has."""
+        asked = sorted(self._asked[bool])
+        found = (getattr(self.values, self._names[key], None) for key in asked)
+        self._answers.add(
+            tuple(key for key, value in zip(asked, found, strict=True) if value is not None and value.dim() > 1)
+        )
+        return len(self._answers) > MOST_ANSWERS and self._leave(set(asked))
 
     def end(self) -> None:
         """After a call: keep nothing of it."""
@@ -202,6 +216,7 @@ class Early:
         for key in keys:
             self._entries.pop(key, None)
             self._entries.pop(_SIZE + key, None)
+            vars(self.values).pop(self._names.get(key, ""), None)
         for known in (*self._asked.values(), self._rows, self._sizes):
             known -= keys
         return bool(keys)
@@ -217,15 +232,18 @@ class Early:
             return None
         question = _Question(entry, f"{kind.__name__}: {_spelled(node)}")
         asked = self._asked[kind]
-        many = kind is not float and question.key not in asked and len(asked) == MOST_ASKED
+        many = kind is int and question.key not in asked and len(asked) == MOST_INTEGERS
         if many or question.key in self._left:
             return None
         asked.add(question.key)
         return question
 
+    def _at(self, place: str) -> Any:
+        return found_at(place, {**self._own.local, **self._arguments}, self._own.of_module)
+
     def _now(self, place: str) -> Any:
         try:
-            return found_at(place, self._arguments)
+            return self._at(place)
         except (AttributeError, LookupError, NameError, TypeError):
             return None
 
@@ -249,7 +267,7 @@ class Early:
         if key not in self._entries or not hasattr(self.values, name):
             with real_tensors():
                 try:
-                    value = entry.of(self._arguments)
+                    value = entry.of(self._at)
                 except _ERRORS:  # eager mode will say so
                     return None
             self._entries[key] = entry
@@ -306,6 +324,33 @@ class _Spelled(str):
 
     def __new__(cls, node: torch.fx.Node) -> _Spelled:
         return super().__new__(cls, _spelled(node))
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+class _Own:
+    """What a function reads beside its arguments: the object that it is a method of, its closure, and its module's globals."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function.func if isinstance(function, functools.partial) else function
+        plain = getattr(self._function, "__func__", self._function)
+        self._code = getattr(plain, "__code__", None)
+        self._cells = getattr(plain, "__closure__", None) or ()
+        self.of_module: Mapping[str, Any] = getattr(plain, "__globals__", {})
+
+    @property
+    def local(self) -> dict[str, Any]:
+        """By the names that they have in the function."""
+        if self._code is None:
+            return {}
+        found = {}
+        for name, cell in zip(self._code.co_freevars, self._cells, strict=True):
+            with contextlib.suppress(ValueError):  # nothing is in it yet
+                found[name] = cell.cell_contents
+        if hasattr(self._function, "__self__") and self._code.co_argcount:
+            found[self._code.co_varnames[0]] = self._function.__self__
+        return found
 
 
 def _codes(function: Any) -> set[types.CodeType]:

@@ -42,6 +42,7 @@ _UNDERSTOOD = {
     *("to", "cpu", "bool", "long", "int", "float", "double", "type_as", "detach", "clone"),
     *("add", "sub", "mul", "div", "truediv", "floordiv", "floor_divide", "mod", "remainder", "neg", "abs"),
     *("floor", "ceil", "round", "clamp", "maximum", "minimum", "where", "masked_fill"),
+    *("exp", "log", "sqrt", "sigmoid"),
     *("sum", "max", "min", "amax", "amin", "mean", "any", "all", "count_nonzero", "cumsum", "argmax", "argmin", "sort"),
     *("eq", "ne", "lt", "gt", "le", "ge", "isnan", "isinf", "isfinite"),
     *("and", "and_", "or", "or_", "xor", "invert", "logical_and", "logical_or", "logical_xor", "logical_not"),
