@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import operator
 import threading
@@ -153,13 +154,29 @@ def found_at(place: str, local: Mapping[str, Any], of_module: Mapping[str, Any])
     Raises:
         NameError: for a source of another kind. (A name, attribute or item that is missing raises as in Python.)
     """
-    return eval(_compiled(place), dict(_get_closure_vars()), {"L": local, "G": of_module})
+    return eval(_compiled(place), dict(_get_closure_vars()), {"L": local, "G": of_module, _ITEM: _item})
 
 
 @functools.lru_cache(1024)
 def _compiled(place: str) -> types.CodeType:
-    """An expression that Dynamo has written, as its guards are."""
-    return compile(place, "<source>", "eval")
+    """An expression that Dynamo has written, as its guards are, that adds nothing to a ``defaultdict``."""
+    tree = ast.fix_missing_locations(_Items().visit(ast.parse(place, mode="eval")))
+    return compile(tree, "<source>", "eval")
+
+
+class _Items(ast.NodeTransformer):
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        self.generic_visit(node)
+        return ast.Call(ast.Name(_ITEM, ast.Load()), [node.value, node.slice], [])
+
+
+_ITEM = "_lightning_remat_item"
+
+
+def _item(container: Any, key: Any) -> Any:
+    if isinstance(container, dict) and key not in container:
+        raise KeyError(key)
+    return container[key]
 
 
 def absent(source: Source, name: str) -> None:

@@ -15,7 +15,9 @@ import contextlib
 import functools
 import inspect
 import math
+import operator
 import re
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -29,6 +31,8 @@ from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTra
 from torch._dynamo.variables import builder
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import TrackedFake, VariableBuilder  # type: ignore[attr-defined]
+from torch._dynamo.variables.builtin import BuiltinVariable
+from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.misc import StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
@@ -41,7 +45,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from lightning_remat._replaced import replaced
-from lightning_remat.capture._torch._guards import source_name
+from lightning_remat.capture._torch._guards import guard_on, source_name
 from lightning_remat.capture._torch._symbols import expression, free_symbols, symbolic_node
 from lightning_remat.capture._torch._variables import attribute_of
 
@@ -80,17 +84,16 @@ class VaryingNumbers:
             return not known and varies(source, value)
 
         def wrap_float(building: VariableBuilder, value: float) -> VariableTracker:
-            config = torch._dynamo.config
-            static = config.assume_static_by_default and not varies(building.source, value)
-            with config.patch(assume_static_by_default=static):
+            if not torch._dynamo.config.assume_static_by_default or not varies(building.source, value):
                 return own_float(building, value)
+            return _as_input(building, value, own_float)
 
         def wrap_integer(
             building: VariableBuilder, value: int, dynamism: Any = None, context: Any = None
         ) -> VariableTracker:
-            if dynamism is None and is_input(building.source, value):
-                dynamism = DimDynamic.DYNAMIC
+            if dynamism is None and is_input(building.source, value) and _is_ordinary(value):
                 self._integers.add(_key(building.source))
+                return _as_input(building, value, own_integer)
             return own_integer(building, value, dynamism, context)
 
         def is_special(value: int, source: Source) -> bool:  # such as all of a module
@@ -102,6 +105,8 @@ class VaryingNumbers:
             (VariableBuilder, "wrap_symfloat", wrap_float),
             (VariableBuilder, "wrap_symint", wrap_integer),
             (_BUILDER, "is_int_specialization_case", is_special),
+            (torch.SymInt, "__round__", _round),
+            (BuiltinVariable, "call_function", functools.partialmethod(_called, BuiltinVariable.call_function)),
         )
         with replaced(replacements), _rounding_as_python_does(), _formatting_as_python_does():
             yield
@@ -126,10 +131,60 @@ def _key(source: Source) -> tuple[types.CodeType, str]:
 def build_number(translator: Any, owner: Any, name: str) -> VariableTracker:
     """While Dynamo traces: a variable for an attribute of an object, an ``int`` or ``float``, that is an input of the graph."""
     building, value = VariableBuilder(translator, attribute_of(translator, owner, name)), getattr(owner, name)
+    own: Any = VariableBuilder.wrap_symint if isinstance(value, int) else VariableBuilder.wrap_symfloat
+    return _as_input(building, value, own)
+
+
+def _as_input(building: VariableBuilder, value: float, own: Callable[..., VariableTracker]) -> VariableTracker:
+    """Make an input of a number; a constant of one with which symbols do not compute as Python does."""
+    ordinary = _is_ordinary(value)
+    guard_on(building.source, _is_ordinary, ordinary, "a number with which symbols compute as Python does")
+    with torch._dynamo.config.patch(assume_static_by_default=not ordinary, automatic_dynamic_shapes=False):
+        return own(building, value, *([DimDynamic.DYNAMIC] if ordinary and isinstance(value, int) else []))
+
+
+_OWN_ROUND: Any = torch.SymInt.__round__
+
+
+def _round(number: torch.SymInt, ndigits: int | None = None) -> Any:
+    """``round`` of a symbolic integer: to tens of its value, which must be known."""
+    return _OWN_ROUND(number, ndigits) if ndigits is None or ndigits >= 0 else round(int(number), ndigits)
+
+
+_COMPARED: dict[Any, Any] = {min: operator.lt, max: operator.gt}
+_PRODUCTS = (operator.mul, operator.imul)
+
+
+def _called(variable: Any, own: Callable[..., Any], translator: Any, args: Any, kwargs: Any) -> Any:
+    """A function of Python's: where it would make another number of symbols than Python does, the graph is guarded on it."""
+
+    def holds(comparison: Any, one: Any, other: Any) -> bool:
+        found = BuiltinVariable(comparison).call_function(translator, [one, other], {})
+        symbolic = isinstance(found, SymNodeVariable)
+        return bool(found.evaluate_expr(translator.output) if symbolic else found.as_python_constant())  # type: ignore[attr-defined]
+
+    given = [one.realize() for one in args] if variable.fn in _COMPARED or variable.fn in _PRODUCTS else []
+    known = [one for one in given if type(one) is ConstantVariable and type(one.value) in (int, float)]
+    symbols = [one for one in given if isinstance(one, SymNodeVariable)]
+    types = {one.python_type() for one in (*known, *symbols)}
+    if kwargs or len(given) < 2 or not symbols or len(known) + len(symbols) < len(given) or float not in types:
+        return own(variable, translator, args, kwargs)
+    if variable.fn in _COMPARED and int in types:  # which is a float then, whichever it is
+        best = given[0]
+        for one in given[1:]:
+            best = one if holds(_COMPARED[variable.fn], one, best) else best
+        return best
+    if variable.fn in _PRODUCTS and any(one.value == 0 for one in known):  # 0.0 then, whatever the sign
+        sign = 1.0 if holds(operator.ge, symbols[0], ConstantVariable.create(0)) else -1.0
+        return ConstantVariable.create(known[0].value * sign)
+    return own(variable, translator, args, kwargs)
+
+
+def _is_ordinary(value: Any) -> bool:
+    """Whether symbols compute with a number as Python does: not with infinity, -0.0, and what a float cannot hold."""
     if isinstance(value, int):
-        return building.wrap_symint(value, DimDynamic.DYNAMIC)
-    with torch._dynamo.config.patch(assume_static_by_default=False):
-        return building.wrap_symfloat(value)
+        return abs(value) <= 1 << sys.float_info.mant_dig
+    return abs(value) <= torch.finfo(torch.float32).max and (value != 0 or math.copysign(1, value) > 0)
 
 
 _BUILDER: Any = builder

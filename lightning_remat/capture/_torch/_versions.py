@@ -55,7 +55,7 @@ NAMES = {
     "VariableBuilder._type_dispatch VariableBuilder.wrap_numpy_ndarray "
     "VariableBuilder.wrap_symfloat VariableBuilder.wrap_symint is_int_specialization_case wrap_fx_proxy",
     "torch._dynamo.variables.builtin": "BuiltinVariable.call_function",
-    "torch._dynamo.variables.constant": "ConstantVariable",
+    "torch._dynamo.variables.constant": "ConstantVariable.create",
     "torch._dynamo.variables.functions": "SkipFunctionVariable.call_function UserFunctionVariable "
     "WrapperUserFunctionVariable.call_function",
     "torch._dynamo.variables.lazy": "LazyVariableTracker.is_realized LazyVariableTracker.peek_value",

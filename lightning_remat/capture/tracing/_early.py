@@ -16,6 +16,7 @@ import functools
 import inspect
 import operator
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from lightning_remat.capture._torch import (
     build_number,
     found_at,
     given_now,
+    guard_on,
     real_tensors,
     source_name,
 )
@@ -40,6 +42,9 @@ _ERRORS = AttributeError, LookupError, TypeError, ValueError, RuntimeError, Arit
 
 MOST_INTEGERS = 4
 """Integers that are asked for before a step: each value may be a capture more."""
+
+MOST_SIZES = 2
+"""How many of these may be sizes: plans are made for sizes."""
 
 MOST_ANSWERS = 8
 """Sets of answers, yes or no, that a step is captured for: after these, what is asked is left to Dynamo."""
@@ -171,6 +176,7 @@ class Early:
         place = source_name(source)
         if self._now(place) is not variable.peek_value():
             return None
+        self._guard(source, place)
         return self._variable(tx, _Entry({source: place}, lambda given: compute(given[source])), words)
 
     def answer(self, tx: Any, tensor: Any) -> bool | None:
@@ -201,6 +207,8 @@ class Early:
         self._sizes |= found
         for key in found:
             del self._entries[key]
+        if len(self._sizes) > MOST_SIZES:
+            self._leave(set(self._sizes))
         return bool(found)
 
     def leave_sizes(self) -> bool:
@@ -259,7 +267,18 @@ class Early:
             given = given_now(node.graph, source)
             if given is None or self._now(place) is not given:
                 return None
+            self._guard(source, place)
         return _Entry(places, lambda given: compute(value.of(given)))
+
+    def _guard(self, source: Source, place: str) -> None:
+        """Guard on a frame being given what the call is: a function may call itself with other things after a graph break."""
+        early = weakref.ref(self)
+
+        def is_given(value: Any) -> bool:
+            own = early()
+            return own is not None and own._now(place) is value
+
+        guard_on(source, is_given, True, "what the step is given")
 
     def _variable(self, tx: Any, entry: _Entry, words: str, build: Callable[..., Any] = build_attribute) -> Any:
         key = _key(entry, words)

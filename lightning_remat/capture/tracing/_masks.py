@@ -32,6 +32,7 @@ from lightning_remat.capture._torch import (
     guard_on,
     real_tensors,
     replaced_handlers,
+    tensor_leaves,
 )
 
 _LIBRARIES = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
@@ -156,20 +157,29 @@ def value_of(node: torch.fx.Node, sources: set[Source]) -> Value | None:
         node: of the graph that Dynamo is capturing.
         sources: the tensors given to the step that the node depends on are added to these.
     """
-    if isinstance(node.meta.get("example_value"), torch.Tensor) and node.meta["example_value"]._version:
+    return _value_of(node, sources, _written(node.graph), {})
+
+
+def _value_of(
+    node: torch.fx.Node, sources: set[Source], written: set[int], known: dict[torch.fx.Node, Value | None]
+) -> Value | None:
+    if node in known:
+        return known[node]
+    known[node] = None
+    example = node.meta.get("example_value")
+    if isinstance(example, torch.Tensor) and (example._version or _storage(example) in written):
         return None
     found = given(node)
     if found is not None:
         source, read = found
         sources.add(source)
-        return Value(lambda given: read(given[source]))
-    method = node.op == "call_method"
-    name = str(node.target) if method else getattr(node.target, "__name__", "")
-    name = name.removeprefix("__").removesuffix("__")  # before torch 2.12, of operators
-    if not (method or node.op == "call_function") or name not in _UNDERSTOOD:
+        known[node] = Value(lambda given: read(given[source]))
+        return known[node]
+    name = _name(node)
+    if not _is_torchs(node) or name not in _UNDERSTOOD:
         return None
-    call: Any = getattr(torch.Tensor, name) if method else node.target
-    inputs: dict[Any, Value | None] = {one: value_of(one, sources) for one in node.all_input_nodes}
+    call: Any = getattr(torch.Tensor, name) if node.op == "call_method" else node.target
+    inputs: dict[Any, Value | None] = {one: _value_of(one, sources, written, known) for one in node.all_input_nodes}
     if None in inputs.values():
         return None
 
@@ -182,4 +192,45 @@ def value_of(node: torch.fx.Node, sources: set[Source]) -> Value | None:
         args, kwargs = map_aggregate(arguments, lambda part: part.of(given) if isinstance(part, Value) else part)
         return call(*args, **kwargs)
 
-    return Value(of)
+    known[node] = Value(of)
+    return known[node]
+
+
+def _name(node: torch.fx.Node) -> str:
+    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return name.removeprefix("__").removesuffix("__")  # before torch 2.12, of operators
+
+
+def _is_torchs(node: torch.fx.Node) -> bool:
+    """Whether a node calls a method, or a function of torch's or Python's, and no operator of somebody's own by its name."""
+    if node.op == "call_method":
+        return True
+    if type(node.target).__module__ == "torch._ops":
+        return str(node.target).startswith("aten.")
+    module = getattr(node.target, "__module__", None) or "torch"
+    return node.op == "call_function" and module.partition(".")[0] in {"torch", "_operator", "builtins"}
+
+
+def _written(graph: torch.fx.Graph) -> set[int]:
+    """The memory that may have been written to so far, also where torch counts no version (through ``.data``)."""
+    found = set[int]()
+    for node in graph.nodes:
+        name = str(getattr(node.target, "__name__", node.target))
+        of_python = getattr(node.target, "__module__", None) == "_operator"  # `and_` writes nothing
+        by_name = (name.endswith("_") and not name.endswith("__")) or name.startswith("_foreach")
+        in_place = _name(node) in _WRITING or (by_name and not of_python)
+        if node.op.startswith("call") and (in_place or "out" in node.kwargs or not _is_torchs(node)):
+            for read in node.all_input_nodes:
+                found.update(map(_storage, tensor_leaves(read.meta.get("example_value"))))
+    return found
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
+
+
+_WRITING = {
+    "setitem",
+    *(f"i{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")),
+}
+"""Python's operators that write."""

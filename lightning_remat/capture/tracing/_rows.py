@@ -164,10 +164,13 @@ def _repeat_interleave(early: Early, tx: Any, tensor: Any, repeats: Any = None, 
     rows, counts = _example(tensor), _example(tensor if repeats is None else repeats)
     if kwargs or rows is None or counts is None or counts.dim() != 1 or counts.shape == (1,) or rows.is_complex():
         return None
+    along = None if dim is None else dim.as_python_constant()
+    if repeats is not None and counts.shape[0] != (rows.numel() if along is None else rows.shape[along]):
+        return None  # an error
     found = early.of_tensor(tx, tensor if repeats is None else repeats, torch.repeat_interleave, "repeated", rows=True)
     if found is None or repeats is None:
         return found
-    if dim is None or (dim.is_python_constant() and dim.as_python_constant() is None):
+    if along is None:
         tensor, dim = tensor.call_method(tx, "flatten", [], {}), VariableTracker.build(tx, 0)
     return tensor.call_method(tx, "index_select", [dim, found], {})
 
