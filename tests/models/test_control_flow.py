@@ -19,6 +19,7 @@ from tests.models.wild import (
     assert_in_parts,
     assert_not_captured,
     assert_whole,
+    assert_whole_in_several_ways,
     model_name,
     tight,
     vectors,
@@ -138,7 +139,15 @@ def test_whole(make: type[Wild]) -> None:
     assert_whole(make)
 
 
-IN_PARTS = [BranchesOnItsLoss, LoopsAsTheBatchSays]
+IN_SEVERAL_WAYS = [(LoopsAsTheBatchSays, 2, {})]
+
+
+@pytest.mark.parametrize(("make", "plans", "options"), IN_SEVERAL_WAYS, ids=model_name)
+def test_whole_in_several_ways(make: type[Wild], plans: int, options: dict[str, Any]) -> None:
+    assert_whole_in_several_ways(make, plans, options)
+
+
+IN_PARTS = [BranchesOnItsLoss]
 
 
 @pytest.mark.parametrize("make", IN_PARTS, ids=model_name)

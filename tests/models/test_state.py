@@ -104,6 +104,26 @@ class CountsInAPart(Wild):
         self.seen.append(self.net.calls)
 
 
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.tanh().sin() * len(self.name)
+
+
+class NamesEachBatch(Wild):
+    """What a submodule reads is another text in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Named()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net.name = f"{self.current_epoch}, {batch_idx}"
+
+
 class LogsItsLearningRate(Wild):
     """Under a schedule it is another one in every step."""
 
@@ -182,7 +202,7 @@ def test_whole(make: type[Wild]) -> None:
     assert_whole(make)
 
 
-IN_SEVERAL_WAYS = [(OwnAverage, 1, {"val": True})]
+IN_SEVERAL_WAYS = [(OwnAverage, 1, {"val": True}), (CountsInAPart, 2, {})]
 
 
 @pytest.mark.parametrize(("make", "plans", "options"), IN_SEVERAL_WAYS, ids=model_name)
@@ -199,11 +219,10 @@ def test_only_a_rest_is_captured(make: type[Wild]) -> None:
 
 
 def test_captured_until_it_is_given_up() -> None:
-    """What the step reads is another Python number every time, and a whole one."""
-    options = {"train": CountsInAPart.train_loader, "max_epochs": 3}
-    plain, remat = fit(CountsInAPart, **options), tight()
+    options = {"train": NamesEachBatch.train_loader, "max_epochs": 3}
+    plain, remat = fit(NamesEachBatch, **options), tight()
     with pytest.warns(RematWarning, match="depends on a value that changes from call to call"):
-        run = fit(CountsInAPart, remat, **options)
+        run = fit(NamesEachBatch, remat, **options)
     assert_same(plain.results, run.results)
     assert len(remat.failures) == 1 and sum(remat.runs) == 5
 

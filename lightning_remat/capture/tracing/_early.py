@@ -104,7 +104,7 @@ class Early:
         self._own = _Own(function)
         self._entries: dict[str, _Entry] = {}
         self._names: dict[str, str] = {}
-        self._arguments: dict[str, Any] = {}
+        self._local: dict[str, Any] = {}
         self._asked: dict[type, set[str]] = {bool: set(), int: set(), float: set()}
         self._sizes: set[str] = set()
         self._rows: set[str] = set()
@@ -127,7 +127,7 @@ class Early:
         except TypeError:  # the call will say so
             return
         bound.apply_defaults()
-        self._arguments = bound.arguments
+        self._local = {**self._own.local, **bound.arguments}
         for key, entry in self._entries.items():
             with contextlib.suppress(*_ERRORS):
                 setattr(self.values, self._names[key], entry.of(self._at))
@@ -144,7 +144,7 @@ class Early:
     def end(self) -> None:
         """After a call: keep nothing of it."""
         vars(self.values).clear()
-        self._arguments = {}
+        self._local = {}
 
     def traced(self, tx: Any) -> bool:
         """While Dynamo traces: whether it is in the function's own frame, before any graph break, or in what that calls."""
@@ -236,7 +236,7 @@ class Early:
         if not isinstance(example, torch.Tensor) or any(not isinstance(n, int) or n != 1 for n in example.shape):
             return None
         entry = self._entry(tensor, functools.partial(_answer, kind, example.dtype))
-        if entry is None:
+        if entry is None or not entry.places:  # of constants: see `_constants`
             return None
         question = _Question(entry, f"{kind.__name__}: {_spelled(node)}")
         asked = self._asked[kind]
@@ -247,7 +247,7 @@ class Early:
         return question
 
     def _at(self, place: str) -> Any:
-        return found_at(place, {**self._own.local, **self._arguments}, self._own.of_module)
+        return found_at(place, self._local, self._own.of_module)
 
     def _now(self, place: str) -> Any:
         try:
