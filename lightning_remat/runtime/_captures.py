@@ -225,8 +225,10 @@ class Captures:
         self._symbolic = None
         name = self._reasons.name or "the step"
         log.info("%s is captured for each set of shapes on its own: with symbolic sizes, %s", name, reason)
-        if self.early.leave_sizes():  # it would be captured for each of their values
-            self.anew()
+        early = len(self.early.tensors)
+        given = {shapes[: len(shapes) - early] for shapes in self._static_shapes}
+        if len(given) < len(self._static_shapes) and self.early.leave_sizes():
+            self.anew()  # for batches of the same shapes it would be captured for each number of rows
 
     def without_packing(self, reason: str) -> None:
         """Leave packed sequences alone from now on: they run as before, between the parts that are planned."""
