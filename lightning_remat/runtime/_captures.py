@@ -11,7 +11,7 @@ import functools
 import logging
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -176,6 +176,12 @@ class Captures:
             self._units.never(error.unit)
             self.anew()
             raise
+
+    def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Before a call: compute what it asks of its arguments; what has had too many answers is left to Dynamo from now on."""
+        self.early.begin(args, kwargs)
+        if self.early.leave_what_varies():
+            self.anew()
 
     def anew(self) -> None:
         """Capture everything again from the next call on."""

@@ -191,10 +191,7 @@ class ScheduledStep:
         if self._lazy and has_lazy_parameters(self.function):  # their first numbers are drawn in this call
             return self.function(*args, **kwargs)
         self._lazy = False
-        early = self._captures.early
-        early.begin(args, kwargs)
-        if early.leave_what_varies():
-            self._captures.anew()
+        self._captures.begin(args, kwargs)
         try:
             while True:
                 try:
@@ -207,7 +204,7 @@ class ScheduledStep:
                     if self._call.ran or not self._goes_on(stop.error):
                         raise stop.error from stop.error.__cause__
         finally:
-            early.end()
+            self._captures.early.end()
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = internals.tensor_leaves((args, kwargs))

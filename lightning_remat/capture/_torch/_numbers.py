@@ -47,7 +47,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 from lightning_remat._replaced import replaced
 from lightning_remat.capture._torch._guards import guard_on, source_name
 from lightning_remat.capture._torch._symbols import expression, free_symbols, symbolic_node
-from lightning_remat.capture._torch._variables import attribute_of
+from lightning_remat.capture._torch._variables import attribute_of, is_size
 
 
 class VaryingNumbers:
@@ -253,7 +253,8 @@ def _formatting_as_python_does() -> Iterator[None]:
 
     def format_value(translator: InstructionTranslatorBase, spec: VariableTracker, flags: int) -> None:
         value = translator.stack[-1].realize()
-        if isinstance(value, SymNodeVariable) and _is_number(value.sym_num):
+        number = isinstance(value, SymNodeVariable) and isinstance(value.sym_num, (torch.SymFloat, torch.SymInt))
+        if number and not is_size(value):  # which may name a layer
             form = "{:" + spec.as_python_constant() + "}"
             first = (translator,) if asks_for_translator else ()
             translator.stack[-1] = make(*first, form, [value], {})
@@ -285,15 +286,6 @@ def _formatting_as_python_does() -> Iterator[None]:
             del StringFormatVariable.python_type
 
 
-def _is_number(symbol: Any) -> bool:
-    """Whether a symbolic number comes from Python's numbers; a size of a tensor may name a layer."""
-    if not isinstance(symbol, torch.SymInt):
-        return isinstance(symbol, torch.SymFloat)
-    sources = symbolic_node(symbol).shape_env.var_to_sources
-    found = [source for one in free_symbols(expression(symbol)) for source in sources.get(one, ())]
-    return bool(found) and not any(isinstance(source, TensorPropertySource) for source in found)
-
-
 def _values(part: list[VariableTracker] | dict[str, VariableTracker]) -> list[VariableTracker]:
     return list(part.values()) if isinstance(part, dict) else part
 
@@ -307,10 +299,15 @@ def _float_symbols(graph_module: torch.fx.GraphModule) -> list[str]:
 
 def sizes_from_floats(graph_module: torch.fx.GraphModule) -> bool:
     """Whether a tensor in a graph of Dynamo's has a size that is computed from a Python float."""
+    return any(symbol_is_type(symbol, SymT.FLOAT) for symbol in _in_layouts(graph_module))
+
+
+def _in_layouts(graph_module: torch.fx.GraphModule) -> set[Any]:
+    """The symbols that sizes and strides of tensors in a graph of Dynamo's follow from."""
     examples = (node.meta.get("example_value") for node in graph_module.graph.nodes)
-    shapes = (example.shape for example in tree_leaves(list(examples)) if isinstance(example, torch.Tensor))
-    sizes = (expression(size) for shape in shapes for size in shape if isinstance(size, torch.SymInt))
-    return any(symbol_is_type(symbol, SymT.FLOAT) for size in sizes for symbol in free_symbols(size))
+    tensors = (one for one in tree_leaves(list(examples)) if isinstance(one, torch.Tensor))
+    lie = (number for one in tensors for number in (*one.shape, *one.stride()) if isinstance(number, torch.SymInt))
+    return set[Any]().union(*(free_symbols(expression(number)) for number in lie))
 
 
 def integers(graph_module: torch.fx.GraphModule, sizes: bool) -> list[str]:
@@ -320,17 +317,13 @@ def integers(graph_module: torch.fx.GraphModule, sizes: bool) -> list[str]:
         graph_module: the graph.
         sizes: whether only those are asked for that sizes or strides of its tensors follow from.
     """
-    examples = [(node.op, node.meta.get("example_value")) for node in graph_module.graph.nodes]
+    examples = (node.meta.get("example_value") for node in graph_module.graph.find_nodes(op="placeholder"))
     symbols = {
         expression(example): source_name(source)
-        for op, example in examples
-        if op == "placeholder" and isinstance(example, torch.SymInt) and (source := _python_source(example)) is not None
+        for example in examples
+        if isinstance(example, torch.SymInt) and (source := _python_source(example)) is not None
     }
-    if not sizes or not symbols:
-        return list(symbols.values())
-    tensors = (one for _, example in examples for one in tree_leaves(example) if isinstance(one, torch.Tensor))
-    lie = (number for one in tensors for number in (*one.shape, *one.stride()) if isinstance(number, torch.SymInt))
-    found = set[Any]().union(*(free_symbols(expression(number)) for number in lie))
+    found = _in_layouts(graph_module) if sizes and symbols else symbols.keys()
     return [name for symbol, name in symbols.items() if symbol in found]
 
 

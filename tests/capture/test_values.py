@@ -1,0 +1,164 @@
+"""Values that a step has written to, and what Python makes of numbers, are eager mode's, however early they are known."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_remat import rematerialize
+
+
+def written_by_data(x: Tensor) -> None:
+    x.data.mul_(-1)
+
+
+def written_to_an_item(x: Tensor) -> None:
+    x.data[0] = -9
+
+
+def written_by_foreach(x: Tensor) -> None:
+    torch._foreach_mul_([x], -1)
+
+
+def written_as_result(x: Tensor) -> None:
+    torch.neg(x, out=x.data)
+
+
+def written_to_a_part(x: Tensor) -> None:
+    x.chunk(2)[0].data.neg_()
+
+
+WRITES = [written_by_data, written_to_an_item, written_by_foreach, written_as_result, written_to_a_part]
+
+
+def seen(batch: tuple[Any, ...]) -> list[str]:
+    return [str(dict(one) if isinstance(one, dict) else one) for one in batch]
+
+
+def same(call: Callable[..., Any], batches: Callable[[int], tuple[Any, ...]], count: int = 4) -> Any:
+    """Call a step of one linear layer, and the same in eager mode; each returns a loss, and anything beside it."""
+    torch.manual_seed(0)
+    net = nn.Linear(8, 8)
+    step = rematerialize(functools.partial(call, net), "min", time_limit=0.5, cost_model="unit")
+    for number in range(count):
+        found = []
+        for one in (functools.partial(call, net), step):
+            net.zero_grad()
+            torch.manual_seed(number)
+            batch = batches(number)
+            torch.manual_seed(100 + number)
+            loss, *beside = one(*batch)
+            loss.backward()
+            found.append(
+                (loss.item(), *map(repr, beside), net.weight.grad.tolist(), torch.rand(()).item(), seen(batch))
+            )
+            del loss
+        assert repr(found[0]) == repr(found[1])
+    return step
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.filterwarnings("ignore:.*could not be captured")
+def test_what_was_written_to_is_not_known(write: Callable[[Tensor], None]) -> None:
+    def call(net: nn.Linear, x: Tensor) -> tuple[Tensor]:
+        write(x)
+        return (net(x).sum() * (2 if x.sum() > 0 else 1),)
+
+    same(call, lambda _: (torch.randn(4, 8),))
+
+
+@pytest.mark.filterwarnings("ignore:.*could not be captured")
+def test_a_function_that_calls_itself_is_asked_of_its_own_batch() -> None:
+    def call(net: nn.Linear, x: Tensor, depth: int = 0) -> tuple[Tensor]:
+        found = net(x) * x.sum().item()
+        torch._dynamo.graph_break()
+        if depth < 2:
+            found = found + call(net, x, depth + 1)[0] + call(net, -x, depth + 1)[0]
+        return (found.sum(),)
+
+    same(call, lambda _: (torch.randn(4, 8),))
+
+
+@torch.library.custom_op("lightning_remat_tests::flip", mutates_args=())
+def flip(x: Tensor) -> Tensor:
+    return x.flip(0) if torch.rand(()) > 0.5 else x.clone()
+
+
+@flip.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_operator_of_ones_own_runs_once() -> None:
+    def call(net: nn.Linear, x: Tensor) -> tuple[Tensor]:
+        x = torch.ops.lightning_remat_tests.flip(x)
+        return (net(x).sum() * x[0].mean().item(),)
+
+    same(call, lambda _: (torch.randn(4, 8),))
+
+
+def test_looking_into_a_batch_leaves_it_as_it_is() -> None:
+    def call(net: nn.Linear, batch: dict[str, Tensor]) -> tuple[Tensor, list[str]]:
+        found = net(batch["x"])
+        if "mask" in batch:
+            found = found + (2 if batch["mask"].any() else 1)
+        return found.sum(), list(batch)
+
+    def batch(number: int) -> tuple[dict[str, Tensor]]:
+        made = collections.defaultdict(lambda: torch.zeros(2), x=torch.randn(4, 8))
+        if number % 2 == 0:
+            made["mask"] = torch.tensor([True, False])
+        return (made,)
+
+    same(call, batch)
+
+
+INTEGERS = [
+    lambda n: round(n, -1),
+    lambda n: min(n, 2.5),
+    lambda n: max(n, 2.5),
+    lambda n: n * 0.0,
+    lambda n: n == float(n),
+]
+FLOATS = [lambda v: v - v, lambda v: v * 0, lambda v: v // 0.7, lambda v: min(0, v), lambda v: v + 0, lambda v: {v: 1}]
+SPECIAL = [1.5, -2.25, 0.0, math.inf, -0.0, math.nan, 1e300]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("of", INTEGERS)
+def test_integers_are_pythons(of: Callable[[int], Any]) -> None:
+    values = [23, -7, 2**53 + 1, 5]
+    same(lambda net, x, one: (net(x).sum(), of(one.item())), lambda i: (torch.ones(4, 8), torch.tensor(values[i])))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("of", FLOATS)
+@pytest.mark.filterwarnings("ignore:.*could not be captured")
+def test_floats_are_pythons(of: Callable[[float], Any]) -> None:
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        return torch.ones(4, 8), torch.tensor(SPECIAL[number], dtype=torch.float64)
+
+    same(lambda net, x, one: (net(x).sum(), of(float(one))), batch, len(SPECIAL))
+
+
+def test_a_number_that_is_not_finite_reaches_the_loss() -> None:
+    def call(net: nn.Linear, x: Tensor, one: Tensor) -> tuple[Tensor]:
+        beside = one.item()
+        return (net(x).sum() + (beside - beside),)
+
+    same(call, lambda i: (torch.ones(4, 8), torch.tensor(math.inf if i % 3 == 2 else 1.0 + i)), 6)
+
+
+def test_counts_of_another_number_than_rows() -> None:
+    step = rematerialize(lambda x, counts: (x * 2).repeat_interleave(counts, 0).sum(), "min", cost_model="unit")
+    x = torch.randn(4, 8, requires_grad=True)
+    step(x, torch.tensor([1, 2, 0, 1])).backward()
+    with pytest.raises(RuntimeError, match="repeats"):
+        step(x, torch.tensor([1, 2, 1]))
