@@ -156,6 +156,19 @@ def since_written(module: Words, ids: Tensor, mask: Tensor) -> Tensor:
     return module.losses(ids).sum() / total.item() + other.sum()
 
 
+def of_numbers(module: Words, ids: Tensor, mask: Tensor) -> Tensor:
+    module.calls += 1
+    seen = (torch.arange(BATCHES + 1) * 0.1)[module.calls].item()
+    decay = 0.9 - module.calls / 50
+    return module.losses(ids).sum() * seen / (mask.sum(1) * decay).max().item()
+
+
+def of_what_was_asked(module: Words, ids: Tensor, mask: Tensor) -> Tensor:
+    number = mask.sum().item()
+    share = (mask.sum(1) / number).max().item()
+    return module.losses(ids).sum() * share / (mask.float() + share).mean().item() / number
+
+
 ONCE = [counted, counted_last, with_arithmetic, floats, told, summed, asserted, refused, since_written, under_autocast]
 
 
@@ -163,6 +176,12 @@ ONCE = [counted, counted_last, with_arithmetic, floats, told, summed, asserted, 
 def test_one_graph_holds_for_all_numbers(use: Use) -> None:
     step = check(use)
     assert graphs(step) == 1 and step.runs[0] == BATCHES and not step.failures
+
+
+@pytest.mark.parametrize("use", [of_numbers, of_what_was_asked])
+def test_values_of_numbers_that_vary_are_known_too(use: Use) -> None:
+    step = check(use)
+    assert graphs(step) <= 2 and sum(step.runs) == BATCHES and not step.failures  # a counter is a constant at first
 
 
 def test_one_part_holds_for_all_numbers_of_a_break() -> None:
@@ -195,6 +214,12 @@ def trimmed(module: Words, ids: Tensor, mask: Tensor) -> Tensor:
     return (module.losses(ids[:, :longest]) * mask[:, :longest]).sum()
 
 
+def trimmed_and_asked(module: Words, ids: Tensor, mask: Tensor) -> Tensor:
+    ids = ids[:, : mask.sum(1).max().item()]
+    known = torch.arange(ids.shape[1]) < mask.sum(1)[:, None]
+    return module.losses(ids).mean() if known.all() else (module.losses(ids) * known).sum() / known.sum()
+
+
 def cut_off(module: Words, ids: Tensor, mask: Tensor) -> Tensor:
     shorter = (mask.sum(1).min() - LENGTH).item()
     return functional.pad(module.losses(ids), (0, shorter)).sum() if shorter else module.losses(ids).sum()
@@ -223,7 +248,7 @@ def selected(module: Words, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("use", [trimmed, cut_off, counting, repeated, found, selected, in_a_loop])
+@pytest.mark.parametrize("use", [trimmed, trimmed_and_asked, cut_off, counting, repeated, found, selected, in_a_loop])
 def test_sizes_that_follow_from_values_become_symbols(use: Use) -> None:
     step = check(use)
     assert graphs(step) <= 5 and sum(step.runs) == BATCHES and not step.failures

@@ -66,6 +66,20 @@ class OwnShapes(Classifier):
         return super().training_step((x[:rows], y[:rows]), batch_idx)
 
 
+class Asking(Classifier):
+    """What each process asks of its batches has answers of its own: which layers run, how many rows, and a number."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        own = y + (batch_idx % 3 - 1) * self.global_rank
+        rows = 4 + (own.max() > 2).long() + self.global_rank * (batch_idx % 2)
+        x, y = x[: int(rows)], y[: int(rows)]
+        loss = super().training_step((x, y), batch_idx)
+        if (own > 1).any():
+            loss = loss + self.net(x.roll(1, 0)).square().mean()
+        return loss * own.float().mean().item()
+
+
 class Large(Classifier):
     """With gradients of 8 MiB: their reduction may begin before all of them are there."""
 
@@ -161,6 +175,7 @@ CASES: dict[str, dict[str, Any]] = {
     "views": {"ddp": {"gradient_as_bucket_view": True}, "accumulate_grad_batches": 2, "budget": 0.7},
     "accumulating": {"accumulate_grad_batches": 2, "budget": 0.7},
     "shapes": {"make": OwnShapes},
+    "answers": {"make": Asking, "train": lambda: loader(192), "budget": 0.7},
     "auto": {"budget": "auto"},
     "artifacts": {"make": OwnShapes, "remat": {"artifacts": True}},
     "measured": {"make": Wide, "train": large, "remat": {"measure": True}},

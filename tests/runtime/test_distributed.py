@@ -26,6 +26,7 @@ CASES = [
     "views",
     "accumulating",
     "shapes",
+    "answers",
     "artifacts",
     "auto",
     "measured",

@@ -22,7 +22,7 @@ from torch._dynamo.source import GlobalSource, TensorProperty, TensorPropertySou
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._guards import Source
 
-from lightning_remat.capture._torch._symbols import symbolic_node
+from lightning_remat.capture._torch._symbols import hint, symbolic_node
 
 
 def source_name(source: Source) -> str:
@@ -43,35 +43,48 @@ def values_asked() -> int:
     return _ASKED.times
 
 
-def given(node: torch.fx.Node) -> tuple[Source, Callable[[torch.Tensor], Any]] | None:
-    """While Dynamo traces: the tensor given to the step that a node is, or is a size of.
+def given(node: torch.fx.Node) -> tuple[Source, Callable[[Any], Any]] | None:
+    """While Dynamo traces: the tensor or the number given to the step that a node is, or the tensor that it is a size of.
 
     Returns:
-        The tensor's source, and a function that gives the node's value of the tensor; ``None`` for any other node.
+        Its source, and a function that gives the node's value of it; ``None`` for any other node.
     """
     _ASKED.times += 1
     argument, example = node.meta.get("grapharg"), node.meta.get("example_value")
     if isinstance(example, torch.SymInt):
-        size = symbolic_node(example)
-        sources = size.shape_env.var_to_sources.get(size.expr, ())
-        for source in sources:
-            if isinstance(source, TensorPropertySource) and source.prop is TensorProperty.SIZE:
+        number = symbolic_node(example)
+        for source in number.shape_env.var_to_sources.get(number.expr, ()):
+            if not isinstance(source, TensorPropertySource):
+                return source, _itself
+            if source.prop is TensorProperty.SIZE:
                 return source.base, operator.methodcaller("size", source.idx)
+    elif isinstance(example, torch.SymFloat):
+        argument = node.args[0].meta.get("grapharg") if _is_read(node) else None  # type: ignore[union-attr]
+        return (argument.source, _itself) if argument is not None and argument.pass_arg_as_tensor else None
     elif argument is not None and argument.source is not None and isinstance(example, torch.Tensor):
-        return argument.source, _itself
+        return None if argument.pass_arg_as_tensor else (argument.source, _itself)
     return None
 
 
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _is_read(node: torch.fx.Node) -> bool:
+    """Whether a node is how Dynamo makes a float, which enters a graph as a tensor, a number again."""
+    return node.target == "item" and isinstance(node.args[0], torch.fx.Node)
 
 
-def given_now(graph: torch.fx.Graph, source: Source) -> torch.Tensor | None:
-    """While Dynamo traces: the real tensor that a source names; ``None`` where it is no input of the graph."""
+def _itself(value: Any) -> Any:
+    return value
+
+
+def given_now(graph: torch.fx.Graph, source: Source) -> Any:
+    """While Dynamo traces: the real tensor or number that a source names; ``None`` where it is no input of the graph."""
     for node in graph.find_nodes(op="placeholder"):
         argument = node.meta.get("grapharg")
-        if argument is not None and argument.source == source and isinstance(argument.example, torch.Tensor):
-            return argument.example
+        if argument is None or argument.source != source:
+            continue
+        if argument.pass_arg_as_tensor:
+            return hint(getattr(node.meta["example_value"], "item_memo", None))
+        if isinstance(argument.example, (torch.Tensor, torch.SymInt)):
+            return hint(argument.example)
     return None
 
 

@@ -25,6 +25,7 @@ import torch
 from lightning_remat.capture._torch import (
     Source,
     VariableTracker,
+    attribute_of,
     build_attribute,
     build_number,
     found_at,
@@ -51,6 +52,9 @@ MOST_ANSWERS = 8
 
 
 _SIZE = "size of "
+
+_EARLY = ".early"
+"""What is computed before the step, among a call's arguments: no argument has such a name."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -104,6 +108,7 @@ class Early:
         self._own = _Own(function)
         self._entries: dict[str, _Entry] = {}
         self._names: dict[str, str] = {}
+        self._places: dict[str, str] = {}  # of what was computed early itself, by its source's name
         self._local: dict[str, Any] = {}
         self._asked: dict[type, set[str]] = {bool: set(), int: set(), float: set()}
         self._sizes: set[str] = set()
@@ -127,7 +132,7 @@ class Early:
         except TypeError:  # the call will say so
             return
         bound.apply_defaults()
-        self._local = {**self._own.local, **bound.arguments}
+        self._local = {**self._own.local, **bound.arguments, _EARLY: self.values}
         for key, entry in self._entries.items():
             with contextlib.suppress(*_ERRORS):
                 setattr(self.values, self._names[key], entry.of(self._at))
@@ -163,7 +168,7 @@ class Early:
         Returns:
             The variable, or ``None`` where the tensor is not known before the step.
         """
-        entry, words = self._entry(tensor, compute), f"{words}: {_spelled(tensor.as_proxy().node)}"
+        entry, words = self._entry(tensor, compute), f"{words}: {self._spelled(tensor.as_proxy().node)}"
         if entry is None or _key(entry, words) in self._left:
             return None
         if rows:
@@ -173,7 +178,7 @@ class Early:
     def of_argument(self, tx: Any, variable: Any, compute: Found, words: str) -> Any:
         """Likewise for a variable of something else that is given to the call, which Dynamo has not looked into yet."""
         source = variable.source
-        place = source_name(source)
+        place = self._place(source)
         if self._now(place) is not variable.peek_value():
             return None
         self._guard(source, place)
@@ -238,7 +243,7 @@ class Early:
         entry = self._entry(tensor, functools.partial(_answer, kind, example.dtype))
         if entry is None or not entry.places:  # of constants: see `_constants`
             return None
-        question = _Question(entry, f"{kind.__name__}: {_spelled(node)}")
+        question = _Question(entry, f"{kind.__name__}: {self._spelled(node)}")
         asked = self._asked[kind]
         many = kind is int and question.key not in asked and len(asked) == MOST_INTEGERS
         if many or question.key in self._left:
@@ -262,10 +267,10 @@ class Early:
         value = value_of(node, sources)
         if value is None:
             return None
-        places = {source: source_name(source) for source in sorted(sources, key=source_name)}
+        places = {source: self._place(source) for source in sorted(sources, key=source_name)}
         for source, place in places.items():
             given = given_now(node.graph, source)
-            if given is None or self._now(place) is not given:
+            if given is None or not _is_same(self._now(place), given):
                 return None
             self._guard(source, place)
         return _Entry(places, lambda given: compute(value.of(given)))
@@ -276,7 +281,7 @@ class Early:
 
         def is_given(value: Any) -> bool:
             own = early()
-            return own is not None and own._now(place) is value
+            return own is not None and _is_same(own._now(place), value)
 
         guard_on(source, is_given, True, "what the step is given")
 
@@ -289,11 +294,32 @@ class Early:
                     value = entry.of(self._at)
                 except _ERRORS:  # eager mode will say so
                     return None
-            self._entries[key] = entry
+            self._entries.pop(key, None)
+            self._entries[key] = entry  # the last one: it may be computed of others
             setattr(self.values, name, value)
             if isinstance(value, torch.Tensor):
                 self._on_found(value)
+        self._places[source_name(attribute_of(tx, self.values, name))] = f"L[{_EARLY!r}].{name}"
         return build(tx, self.values, name)
+
+    def _place(self, source: Source) -> str:
+        """Where a source's value is found, in words that are the same in each capture."""
+        place = source_name(source)
+        return self._places.get(place, place)
+
+    def _spelled(self, node: torch.fx.Node) -> str:
+        """How a node is computed, in words that are the same in each capture."""
+        if node.op == "placeholder":
+            argument = node.meta.get("grapharg")
+            name = source_name(argument.source) if argument is not None and argument.source is not None else "given"
+            return functools.reduce(lambda text, known: text.replace(*known), self._places.items(), name)
+        parts: Any = torch.fx.node.map_arg((node.args, node.kwargs), lambda one: _Words(self._spelled(one)))
+        return f"{getattr(node.target, '__name__', node.target)}{parts!r}"
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two values are one object, or equal numbers of Python's."""
+    return one is other or (type(one) in (int, float) and type(one) is type(other) and one == other)
 
 
 def _key(entry: _Entry, words: str) -> str:
@@ -329,20 +355,8 @@ def _size_of(tx: Any, variable: Any) -> Any:
     return VariableTracker.build(tx, operator.neg).call_function(tx, [size], {})
 
 
-def _spelled(node: torch.fx.Node) -> str:
-    """How a node is computed, in words that are the same in each capture."""
-    if node.op == "placeholder":
-        argument = node.meta.get("grapharg")
-        return source_name(argument.source) if argument is not None and argument.source is not None else "given"
-    parts: Any = torch.fx.node.map_arg((node.args, node.kwargs), _Spelled)
-    return f"{getattr(node.target, '__name__', node.target)}{parts!r}"
-
-
-class _Spelled(str):
-    """`_spelled` of a node, for the arguments of another."""
-
-    def __new__(cls, node: torch.fx.Node) -> _Spelled:
-        return super().__new__(cls, _spelled(node))
+class _Words(str):
+    """How a node is computed, among the arguments of another."""
 
     def __repr__(self) -> str:
         return str(self)

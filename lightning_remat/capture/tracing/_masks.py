@@ -43,7 +43,7 @@ _UNDERSTOOD = {
     *("to", "cpu", "bool", "long", "int", "float", "double", "type_as", "detach", "clone"),
     *("add", "sub", "mul", "div", "truediv", "floordiv", "floor_divide", "mod", "remainder", "neg", "abs"),
     *("floor", "ceil", "round", "clamp", "maximum", "minimum", "where", "masked_fill"),
-    *("exp", "log", "sqrt", "sigmoid"),
+    *("exp", "log", "sqrt", "sigmoid", "pow", "sym_float", "sym_int", "sym_max", "sym_min"),
     *("sum", "max", "min", "amax", "amin", "mean", "any", "all", "count_nonzero", "cumsum", "argmax", "argmin", "sort"),
     *("eq", "ne", "lt", "gt", "le", "ge", "isnan", "isinf", "isfinite"),
     *("and", "and_", "or", "or_", "xor", "invert", "logical_and", "logical_or", "logical_xor", "logical_not"),
@@ -131,7 +131,7 @@ def _answered(translator: Any, tensor: Any) -> Any:
     if value is None or len(sources) > 1 or (sources and example is None):
         return VariableTracker.build(translator, False)
 
-    def answer(given: torch.Tensor | None) -> bool:
+    def answer(given: Any) -> bool:
         return bool(torch.all(value.of(dict.fromkeys(sources, given))))
 
     with real_tensors(), torch.no_grad():
@@ -143,7 +143,7 @@ def _answered(translator: Any, tensor: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
-    """A node's value as a function of the tensors given to the step, by source; it keeps no node, and no batch, alive."""
+    """A node's value as a function of what is given to the step, by source; it keeps no node, and no batch, alive."""
 
     of: Callable[[Mapping[Source, Any]], Any]
 
@@ -155,7 +155,7 @@ def value_of(node: torch.fx.Node, sources: set[Source]) -> Value | None:
 
     Args:
         node: of the graph that Dynamo is capturing.
-        sources: the tensors given to the step that the node depends on are added to these.
+        sources: what is given to the step and the node depends on is added to these.
     """
     return _value_of(node, sources, _written(node.graph), {})
 
