@@ -151,9 +151,32 @@ def under_autocast(module: Words, ids: Tensor, mask: Tensor) -> Tensor:
 
 def since_written(module: Words, ids: Tensor, mask: Tensor) -> Tensor:
     total = mask.sum()
-    other = mask * 1
-    other.zero_()
-    return module.losses(ids).sum() / total.item() + other.sum()
+    mask.bernoulli_(0.5)
+    return module.losses(ids).sum() / total.item() + mask.sum()
+
+
+def labelled(module: Words, ids: Tensor, mask: Tensor) -> Tensor:
+    labels = ids.clone()
+    labels[mask == 0] = -100
+    labels[:, 0] = -100
+    losses = functional.cross_entropy(module.hidden(ids).mT, labels, reduction="sum")
+    return losses / (labels != -100).sum().item()
+
+
+def filled(module: Words, ids: Tensor, mask: Tensor) -> Tensor:
+    weights = mask.float()
+    weights.mul_(2).sub_(0.5)
+    weights[weights < 0] = 0.25
+    weights *= 3
+    return (module.losses(ids) * weights).sum() / weights.sum().item()
+
+
+def through_views(module: Words, ids: Tensor, mask: Tensor) -> Tensor:
+    flat, columns = mask.view(-1), mask.T
+    columns[2:4] = 7
+    number = flat.sum().item()
+    columns.fill_(1)
+    return module.losses(ids).sum() / number + flat.sum() / mask.sum().item()
 
 
 def of_numbers(module: Words, ids: Tensor, mask: Tensor) -> Tensor:
@@ -169,10 +192,11 @@ def of_what_was_asked(module: Words, ids: Tensor, mask: Tensor) -> Tensor:
     return module.losses(ids).sum() * share / (mask.float() + share).mean().item() / number
 
 
-ONCE = [counted, counted_last, with_arithmetic, floats, told, summed, asserted, refused, since_written, under_autocast]
+ONCE = [counted, counted_last, with_arithmetic, floats, told, summed, asserted, refused, under_autocast]
+WRITTEN = [since_written, labelled, filled, through_views]
 
 
-@pytest.mark.parametrize("use", ONCE)
+@pytest.mark.parametrize("use", [*ONCE, *WRITTEN])
 def test_one_graph_holds_for_all_numbers(use: Use) -> None:
     step = check(use)
     assert graphs(step) == 1 and step.runs[0] == BATCHES and not step.failures

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import operator
 import threading
 import types
 import weakref
@@ -43,11 +42,11 @@ def values_asked() -> int:
     return _ASKED.times
 
 
-def given(node: torch.fx.Node) -> tuple[Source, Callable[[Any], Any]] | None:
+def given(node: torch.fx.Node) -> tuple[Source, int | None] | None:
     """While Dynamo traces: the tensor or the number given to the step that a node is, or the tensor that it is a size of.
 
     Returns:
-        Its source, and a function that gives the node's value of it; ``None`` for any other node.
+        Its source, and the dimension that the node is the size of, if it is one; ``None`` for any other node.
     """
     _ASKED.times += 1
     argument, example = node.meta.get("grapharg"), node.meta.get("example_value")
@@ -55,24 +54,22 @@ def given(node: torch.fx.Node) -> tuple[Source, Callable[[Any], Any]] | None:
         number = symbolic_node(example)
         for source in number.shape_env.var_to_sources.get(number.expr, ()):
             if not isinstance(source, TensorPropertySource):
-                return source, _itself
+                return source, None
             if source.prop is TensorProperty.SIZE:
-                return source.base, operator.methodcaller("size", source.idx)
-    elif isinstance(example, torch.SymFloat):
-        argument = node.args[0].meta.get("grapharg") if _is_read(node) else None  # type: ignore[union-attr]
-        return (argument.source, _itself) if argument is not None and argument.pass_arg_as_tensor else None
-    elif argument is not None and argument.source is not None and isinstance(example, torch.Tensor):
-        return None if argument.pass_arg_as_tensor else (argument.source, _itself)
-    return None
-
-
-def _is_read(node: torch.fx.Node) -> bool:
-    """Whether a node is how Dynamo makes a float, which enters a graph as a tensor, a number again."""
-    return node.target == "item" and isinstance(node.args[0], torch.fx.Node)
-
-
-def _itself(value: Any) -> Any:
-    return value
+                return source.base, source.idx
+        return None
+    if isinstance(example, torch.SymFloat):  # floats enter a graph as tensors, and are made numbers again
+        tensor = node.args[0] if node.target == "item" else None
+        argument = tensor.meta.get("grapharg") if isinstance(tensor, torch.fx.Node) else None
+        return (argument.source, None) if argument is not None and argument.pass_arg_as_tensor else None
+    if (
+        argument is None
+        or argument.source is None
+        or argument.pass_arg_as_tensor
+        or not isinstance(example, torch.Tensor)
+    ):
+        return None
+    return argument.source, None
 
 
 def given_now(graph: torch.fx.Graph, source: Source) -> Any:

@@ -22,7 +22,7 @@ from lightning_remat.capture._torch import (
     VariableTracker,
     real_tensors,
 )
-from lightning_remat.capture.tracing._masks import value_of
+from lightning_remat.capture.tracing._values import value_of
 
 _READ = {"item", "tolist"}
 _NUMBERS: set[Any] = {bool, float, int}
@@ -82,9 +82,8 @@ def _number(tensor: Any) -> torch.Tensor | None:
     example = node.meta.get("example_value")
     if not isinstance(example, torch.Tensor) or any(not isinstance(size, int) for size in example.shape):
         return None
-    sources: set[Any] = set()
-    value = value_of(node, sources) if example.numel() <= _MOST else None
-    if value is None or sources:
+    value = value_of(node) if example.numel() <= _MOST else None
+    if value is None or value.sources:
         return None
     with real_tensors(), torch.no_grad():
         found: torch.Tensor = value.of({})

@@ -34,7 +34,7 @@ from lightning_remat.capture._torch import (
     real_tensors,
     source_name,
 )
-from lightning_remat.capture.tracing._masks import value_of
+from lightning_remat.capture.tracing._values import value_of
 
 Found = Callable[[Any], torch.Tensor]
 """Computes a tensor from a value that is given to a step."""
@@ -59,30 +59,22 @@ _EARLY = ".early"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Entry:
-    """What is computed before each call: where its values are found in what the call reads (see `found_at`), and how."""
+    """What is computed before each call: where its values are found in what the call reads (see `found_at`), and how.
+
+    ``words`` are the same in each capture, and those of nothing else.
+    """
 
     places: Mapping[Source, str]
+    words: str
     compute: Callable[[Mapping[Source, Any]], Any]
 
     def of(self, at: Callable[[str], Any]) -> Any:
         with torch.no_grad():
             return self.compute({source: at(place) for source, place in self.places.items()})
 
-    def then(self, function: Callable[[Any], Any]) -> _Entry:
-        """What a function makes of it."""
-        return dataclasses.replace(self, compute=lambda given: function(self.compute(given)))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Question:
-    """What Python asks of a tensor of one element; ``words`` are the same in each capture."""
-
-    entry: _Entry
-    words: str
-
-    @property
-    def key(self) -> str:
-        return _key(self.entry, self.words)
+    def then(self, function: Callable[[Any], Any], words: str = "") -> _Entry:
+        """What a function makes of it; ``words`` are put in front of its own."""
+        return dataclasses.replace(self, words=words + self.words, compute=lambda given: function(self.compute(given)))
 
 
 class Early:
@@ -168,12 +160,12 @@ class Early:
         Returns:
             The variable, or ``None`` where the tensor is not known before the step.
         """
-        entry, words = self._entry(tensor, compute), f"{words}: {self._spelled(tensor.as_proxy().node)}"
-        if entry is None or _key(entry, words) in self._left:
+        entry = self._entry(tensor, compute, words)
+        if entry is None or entry.words in self._left:
             return None
         if rows:
-            self._rows.add(_key(entry, words))
-        return self._variable(tx, entry, words)
+            self._rows.add(entry.words)
+        return self._variable(tx, entry)
 
     def of_argument(self, tx: Any, variable: Any, compute: Found, words: str) -> Any:
         """Likewise for a variable of something else that is given to the call, which Dynamo has not looked into yet."""
@@ -182,12 +174,12 @@ class Early:
         if self._now(place) is not variable.peek_value():
             return None
         self._guard(source, place)
-        return self._variable(tx, _Entry({source: place}, lambda given: compute(given[source])), words)
+        return self._variable(tx, _Entry({source: place}, f"{words} of {place}", lambda given: compute(given[source])))
 
     def answer(self, tx: Any, tensor: Any) -> bool | None:
         """While Dynamo traces: whether a tensor is true, if that is known before the step: Dynamo guards on the answer."""
         question = self._question(tensor, bool)
-        found = None if question is None else self._variable(tx, question.entry.then(_as_dims), question.words)
+        found = None if question is None else self._variable(tx, question.then(_as_dims))
         return (
             None if found is None else found.call_method(tx, "dim", [], {}).as_python_constant() == _as_dims(True).dim()
         )
@@ -200,9 +192,9 @@ class Early:
         question = self._question(tensor, kind)
         if question is None:
             return None
-        if question.key not in self._sizes:
-            return self._variable(tx, question.entry, question.words, build_number)
-        found = self._variable(tx, question.entry.then(_as_size), _SIZE + question.words)
+        if question.words not in self._sizes:
+            return self._variable(tx, question, build_number)
+        found = self._variable(tx, question.then(_as_size, _SIZE))
         return None if found is None else _size_of(tx, found)
 
     def are_sizes(self, names: Sequence[str]) -> bool:
@@ -234,21 +226,20 @@ class Early:
             known -= keys
         return bool(keys)
 
-    def _question(self, tensor: Any, kind: type) -> _Question | None:
+    def _question(self, tensor: Any, kind: type) -> _Entry | None:
         """``kind(tensor)``; ``None`` where it is not known before the step, or not to be asked then."""
         node = tensor.as_proxy().node
         example = node.meta.get("example_value")
         if not isinstance(example, torch.Tensor) or any(not isinstance(n, int) or n != 1 for n in example.shape):
             return None
-        entry = self._entry(tensor, functools.partial(_answer, kind, example.dtype))
-        if entry is None or not entry.places:  # of constants: see `_constants`
+        question = self._entry(tensor, functools.partial(_answer, kind, example.dtype), kind.__name__)
+        if question is None or not question.places:  # of constants: see `_constants`
             return None
-        question = _Question(entry, f"{kind.__name__}: {self._spelled(node)}")
         asked = self._asked[kind]
-        many = kind is int and question.key not in asked and len(asked) == MOST_INTEGERS
-        if many or question.key in self._left:
+        many = kind is int and question.words not in asked and len(asked) == MOST_INTEGERS
+        if many or question.words in self._left:
             return None
-        asked.add(question.key)
+        asked.add(question.words)
         return question
 
     def _at(self, place: str) -> Any:
@@ -260,20 +251,19 @@ class Early:
         except (AttributeError, LookupError, NameError, TypeError):
             return None
 
-    def _entry(self, tensor: Any, compute: Callable[[Any], Any]) -> _Entry | None:
+    def _entry(self, tensor: Any, compute: Callable[[Any], Any], words: str) -> _Entry | None:
         """What is computed from a tensor's value, if that is known before the step."""
         node = tensor.as_proxy().node
-        sources: set[Source] = set()
-        value = value_of(node, sources)
+        value = value_of(node)
         if value is None:
             return None
-        places = {source: self._place(source) for source in sorted(sources, key=source_name)}
+        places = {source: self._place(source) for source in sorted(value.sources, key=source_name)}
         for source, place in places.items():
             given = given_now(node.graph, source)
             if given is None or not _is_same(self._now(place), given):
                 return None
             self._guard(source, place)
-        return _Entry(places, lambda given: compute(value.of(given)))
+        return _Entry(places, f"{words} of {value.words(self._place)}", lambda given: compute(value.of(given)))
 
     def _guard(self, source: Source, place: str) -> None:
         """Guard on a frame being given what the call is: a function may call itself with other things after a graph break."""
@@ -285,8 +275,8 @@ class Early:
 
         guard_on(source, is_given, True, "what the step is given")
 
-    def _variable(self, tx: Any, entry: _Entry, words: str, build: Callable[..., Any] = build_attribute) -> Any:
-        key = _key(entry, words)
+    def _variable(self, tx: Any, entry: _Entry, build: Callable[..., Any] = build_attribute) -> Any:
+        key = entry.words
         name = self._names.setdefault(key, f"early_{len(self._names)}")
         if key not in self._entries or not hasattr(self.values, name):
             with real_tensors():
@@ -307,23 +297,10 @@ class Early:
         place = source_name(source)
         return self._places.get(place, place)
 
-    def _spelled(self, node: torch.fx.Node) -> str:
-        """How a node is computed, in words that are the same in each capture."""
-        if node.op == "placeholder":
-            argument = node.meta.get("grapharg")
-            name = source_name(argument.source) if argument is not None and argument.source is not None else "given"
-            return functools.reduce(lambda text, known: text.replace(*known), self._places.items(), name)
-        parts: Any = torch.fx.node.map_arg((node.args, node.kwargs), lambda one: _Words(self._spelled(one)))
-        return f"{getattr(node.target, '__name__', node.target)}{parts!r}"
-
 
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two values are one object, or equal numbers of Python's."""
     return one is other or (type(one) in (int, float) and type(one) is type(other) and one == other)
-
-
-def _key(entry: _Entry, words: str) -> str:
-    return f"{words} of {', '.join(entry.places.values())}"
 
 
 def _answer(kind: type, dtype: torch.dtype, value: torch.Tensor) -> Any:
@@ -353,13 +330,6 @@ def _size_of(tx: Any, variable: Any) -> Any:
     if variable.call_method(tx, "dim", [], {}).as_python_constant() == _as_size(1).dim():
         return size
     return VariableTracker.build(tx, operator.neg).call_function(tx, [size], {})
-
-
-class _Words(str):
-    """How a node is computed, among the arguments of another."""
-
-    def __repr__(self) -> str:
-        return str(self)
 
 
 class _Own:

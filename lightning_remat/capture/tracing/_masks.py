@@ -13,47 +13,26 @@ LongT5's mask of ones): the answer is no there. Elsewhere it asks to know what c
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.fx.node import map_aggregate
 
 from lightning_remat.capture._torch import (
-    Source,
     TensorVariable,
     UserFunctionVariable,
     VariableTracker,
-    given,
     given_now,
     guard_on,
     real_tensors,
     replaced_handlers,
-    tensor_leaves,
 )
+from lightning_remat.capture.tracing._values import value_of
 
 _LIBRARIES = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
 """The modules that decide whether there is a mask, for models of all releases; the second is asked by older models."""
-
-_UNDERSTOOD = {
-    *("arange", "tensor", "ones", "zeros", "full", "ones_like", "zeros_like", "full_like"),
-    *("to", "cpu", "bool", "long", "int", "float", "double", "type_as", "detach", "clone"),
-    *("add", "sub", "mul", "div", "truediv", "floordiv", "floor_divide", "mod", "remainder", "neg", "abs"),
-    *("floor", "ceil", "round", "clamp", "maximum", "minimum", "where", "masked_fill"),
-    *("exp", "log", "sqrt", "sigmoid", "pow", "sym_float", "sym_int", "sym_max", "sym_min"),
-    *("sum", "max", "min", "amax", "amin", "mean", "any", "all", "count_nonzero", "cumsum", "argmax", "argmin", "sort"),
-    *("eq", "ne", "lt", "gt", "le", "ge", "isnan", "isinf", "isfinite"),
-    *("and", "and_", "or", "or_", "xor", "invert", "logical_and", "logical_or", "logical_xor", "logical_not"),
-    *("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"),
-    *("getitem", "select", "narrow", "flatten", "squeeze", "unsqueeze", "expand", "view", "reshape", "contiguous"),
-    *("transpose", "permute", "cat", "stack", "diff", "pad", "flip", "roll"),
-}
-"""Ops by which a value may be computed from tensors of the batch or from constants: none draws random numbers or
-depends on state."""
-
 
 _QUESTIONS = {"is_tracing", "is_torchdynamo_compiling", "is_torchdynamo_exporting"}
 """Functions by which the modules ask whether they are traced, before they look at a mask; the answer is no. Each
@@ -125,8 +104,8 @@ def _computes_otherwise(code: types.CodeType) -> bool:
 def _answered(translator: Any, tensor: Any) -> Any:
     """For Dynamo: the answer as a constant, guarded on; no where it cannot be known."""
     node = tensor.as_proxy().node
-    sources: set[Source] = set()
-    value = value_of(node, sources)
+    value = value_of(node)
+    sources = value.sources if value is not None else frozenset()
     example = given_now(node.graph, next(iter(sources))) if len(sources) == 1 else None
     if value is None or len(sources) > 1 or (sources and example is None):
         return VariableTracker.build(translator, False)
@@ -139,98 +118,3 @@ def _answered(translator: Any, tensor: Any) -> Any:
     for source in sources:
         guard_on(source, answer, said, f"whether nothing is masked: {said}")
     return VariableTracker.build(translator, said)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Value:
-    """A node's value as a function of what is given to the step, by source; it keeps no node, and no batch, alive."""
-
-    of: Callable[[Mapping[Source, Any]], Any]
-
-
-def value_of(node: torch.fx.Node, sources: set[Source]) -> Value | None:
-    """How a node is computed from what the step is given; ``None`` for a node that is not understood.
-
-    A tensor that was written to before the question is not: the batch as it is before the step does not tell its value.
-
-    Args:
-        node: of the graph that Dynamo is capturing.
-        sources: what is given to the step and the node depends on is added to these.
-    """
-    return _value_of(node, sources, _written(node.graph), {})
-
-
-def _value_of(
-    node: torch.fx.Node, sources: set[Source], written: set[int], known: dict[torch.fx.Node, Value | None]
-) -> Value | None:
-    if node in known:
-        return known[node]
-    known[node] = None
-    example = node.meta.get("example_value")
-    if isinstance(example, torch.Tensor) and (example._version or _storage(example) in written):
-        return None
-    found = given(node)
-    if found is not None:
-        source, read = found
-        sources.add(source)
-        known[node] = Value(lambda given: read(given[source]))
-        return known[node]
-    name = _name(node)
-    if not _is_torchs(node) or name not in _UNDERSTOOD:
-        return None
-    call: Any = getattr(torch.Tensor, name) if node.op == "call_method" else node.target
-    inputs: dict[Any, Value | None] = {one: _value_of(one, sources, written, known) for one in node.all_input_nodes}
-    if None in inputs.values():
-        return None
-
-    def as_value(part: Any) -> Any:
-        return inputs.get(part, part)
-
-    arguments: Any = map_aggregate((node.args, node.kwargs), as_value)
-
-    def of(given: Mapping[Source, Any]) -> Any:
-        args, kwargs = map_aggregate(arguments, lambda part: part.of(given) if isinstance(part, Value) else part)
-        return call(*args, **kwargs)
-
-    known[node] = Value(of)
-    return known[node]
-
-
-def _name(node: torch.fx.Node) -> str:
-    name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return name.removeprefix("__").removesuffix("__")  # before torch 2.12, of operators
-
-
-def _is_torchs(node: torch.fx.Node) -> bool:
-    """Whether a node calls a method, or a function of torch's or Python's, and no operator of somebody's own by its name."""
-    if node.op == "call_method":
-        return True
-    if type(node.target).__module__ == "torch._ops":
-        return str(node.target).startswith("aten.")
-    module = getattr(node.target, "__module__", None) or "torch"
-    return node.op == "call_function" and module.partition(".")[0] in {"torch", "_operator", "builtins"}
-
-
-def _written(graph: torch.fx.Graph) -> set[int]:
-    """The memory that may have been written to so far, also where torch counts no version (through ``.data``)."""
-    found = set[int]()
-    for node in graph.nodes:
-        name = str(getattr(node.target, "__name__", node.target))
-        of_python = getattr(node.target, "__module__", None) == "_operator"  # `and_` writes nothing
-        by_name = (name.endswith("_") and not name.endswith("__")) or name.startswith("_foreach")
-        in_place = _name(node) in _WRITING or (by_name and not of_python)
-        if node.op.startswith("call") and (in_place or "out" in node.kwargs or not _is_torchs(node)):
-            for read in node.all_input_nodes:
-                found.update(map(_storage, tensor_leaves(read.meta.get("example_value"))))
-    return found
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else id(tensor)
-
-
-_WRITING = {
-    "setitem",
-    *(f"i{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")),
-}
-"""Python's operators that write."""
