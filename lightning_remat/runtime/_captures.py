@@ -253,7 +253,7 @@ class Captures:
         with (
             internals.tracing(self._dynamic_sources(), self._numbers),
             self._guards.grouped(),
-            masks_as_in_eager_mode(),
+            masks_as_in_eager_mode(self.early),
             buffers_are_known(),
             data_is_assigned(),
             hooks_in_order(),

@@ -117,7 +117,7 @@ class Pair:
     """A model in eager mode, and a copy of it that is scheduled."""
 
     def __init__(
-        self, make: Callable[[], nn.Module], change: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self, make: Callable[[], nn.Module], change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     ) -> None:
         torch.manual_seed(0)
         self.plain = make().train()
@@ -129,7 +129,7 @@ class Pair:
 
     def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         if self.change is not None:
-            batch = {**batch, "attention_mask": self.change(batch["attention_mask"])}
+            batch = {**batch, "attention_mask": self.change(batch["attention_mask"], batch["input_ids"])}
         return model(**batch).loss
 
     def same(self, **batch: torch.Tensor) -> bool:
@@ -286,26 +286,58 @@ def test_packed_sequences_stay_apart() -> None:
     assert pair.has_mask
 
 
-def written_over(mask: torch.Tensor) -> torch.Tensor:
+def written_over(mask: torch.Tensor, _ids: torch.Tensor) -> torch.Tensor:
     mask[:, -3:] = 0
     return mask
 
 
-def written_over_through_a_view(mask: torch.Tensor) -> torch.Tensor:
+def written_over_through_a_view(mask: torch.Tensor, _ids: torch.Tensor) -> torch.Tensor:
     mask.view(-1)[-3:].zero_()
     return mask
 
 
-def copy_written_over(mask: torch.Tensor) -> torch.Tensor:
+def copy_written_over(mask: torch.Tensor, _ids: torch.Tensor) -> torch.Tensor:
     other = mask.bool()
     other[:, -3:] = False
     return other
 
 
-@pytest.mark.parametrize("change", [written_over, written_over_through_a_view, copy_written_over])
-def test_a_mask_that_the_step_changes_first(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def of_several_inputs(mask: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return mask & (ids > 9)
+
+
+def written_where_another_says(mask: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    mask[ids < 9] = 0
+    return mask
+
+
+def drawn(mask: torch.Tensor, _ids: torch.Tensor) -> torch.Tensor:
+    return mask * (torch.rand(mask.shape) < 0.8)
+
+
+CHANGES = [written_over, written_over_through_a_view, copy_written_over, of_several_inputs, written_where_another_says]
+
+
+@pytest.mark.parametrize("change", [*CHANGES, drawn])
+def test_a_mask_that_the_step_changes_first(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
     pair = Pair(MODELS["llama"], change)
-    assert pair.same(shape=(3, 40), attention_mask=mask(3, 40)) and pair.has_mask
+    assert pair.same(shape=(3, 40), attention_mask=mask(3, 40))
+    assert any(pair.masks)
+
+
+def unchanged_by_another(mask: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return mask & (ids >= 0)
+
+
+def drawn_whole(mask: torch.Tensor, _ids: torch.Tensor) -> torch.Tensor:
+    return mask * (torch.rand(mask.shape) < 2)
+
+
+@pytest.mark.parametrize("change", [unchanged_by_another, drawn_whole])
+def test_a_mask_that_turns_out_to_mask_nothing(change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    pair = Pair(MODELS["llama"], change)
+    assert pair.same(shape=(3, 40), attention_mask=mask(3, 40))
+    assert not any(pair.masks)
 
 
 def test_a_mask_that_was_changed_before_the_step() -> None:

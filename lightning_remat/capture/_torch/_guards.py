@@ -85,7 +85,7 @@ def given_now(graph: torch.fx.Graph, source: Source) -> Any:
     return None
 
 
-def guard_on(source: Source, question: Callable[[Any], bool], answer: bool, words: str) -> None:
+def guard_on(source: Source, question: Callable[[Any], bool | None], answer: bool, words: str) -> None:
     """While Dynamo traces: guard on ``question(value)`` being ``answer``, for the value that a source names.
 
     Args:

@@ -3,7 +3,7 @@
 * Answered while the step is captured: ``_buffers`` that are assigned, ``_constants``, ``_numpy`` on plain numbers, and what
   is asked of ``_masks``.
 * Computed before the step, as the graph or its sizes depend on values (``_early``): ``_answers`` to what Python asks of them,
-  and the ``_rows`` that a mask chooses.
+  and the ``_rows`` that a mask chooses. How they are computed is read from the graph so far (``_values``).
 * Run as eager mode runs them: what the user has ``_compiled``, hooks in their order (``_hook_order``), ``_messages``.
 * Refused on releases of torch that cannot capture it: ``_inference`` mode.
 

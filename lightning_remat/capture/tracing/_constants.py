@@ -85,9 +85,10 @@ def _number(tensor: Any) -> torch.Tensor | None:
     value = value_of(node) if example.numel() <= _MOST else None
     if value is None or value.sources:
         return None
-    with real_tensors(), torch.no_grad():
+    with real_tensors(), torch.no_grad(), contextlib.suppress(TypeError):
         found: torch.Tensor = value.of({})
-    return found
+        return found
+    return None
 
 
 def _is_instance(value: Any, kind: Any) -> bool | None:

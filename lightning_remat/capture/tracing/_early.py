@@ -4,8 +4,8 @@ How many rows a mask chooses (see ``_rows``), how many sequences of a packed bat
 Python asks of a tensor (see ``_answers``) is not known when a graph is captured, and the graph breaks there. But where it is
 computed from tensors that are given to the step, and from plain numbers, it can be computed before the step begins, as eager
 mode computes it where it is used. Such a tensor is an input of the step then, with a size that Dynamo guards on or makes a
-symbol of; so is a number; and the answer to a question is one that Dynamo guards on. What depends on a tensor that was written
-to before, or is in code after a graph break, is left to Dynamo.
+symbol of; so is a number; and the answer to a question is one that Dynamo guards on. What depends on random numbers or on the
+network, or is in code after a graph break, is left to Dynamo.
 """
 
 from __future__ import annotations
@@ -176,10 +176,18 @@ class Early:
         self._guard(source, place)
         return self._variable(tx, _Entry({source: place}, f"{words} of {place}", lambda given: compute(given[source])))
 
+    def holds(self, tx: Any, tensor: Any, question: Callable[[torch.Tensor], bool]) -> bool | None:
+        """While Dynamo traces: whether something holds for a tensor, if that is known before the step: it is guarded on."""
+        entry = self._entry(tensor, question, question.__name__)
+        return None if entry is None else self._decided(tx, entry)
+
     def answer(self, tx: Any, tensor: Any) -> bool | None:
-        """While Dynamo traces: whether a tensor is true, if that is known before the step: Dynamo guards on the answer."""
+        """Likewise whether a tensor is true; it may be left to Dynamo later (see `leave_what_varies`)."""
         question = self._question(tensor, bool)
-        found = None if question is None else self._variable(tx, question.then(_as_dims))
+        return None if question is None else self._decided(tx, question)
+
+    def _decided(self, tx: Any, question: _Entry) -> bool | None:
+        found = self._variable(tx, question.then(_as_dims))
         return (
             None if found is None else found.call_method(tx, "dim", [], {}).as_python_constant() == _as_dims(True).dim()
         )
@@ -232,7 +240,7 @@ class Early:
         example = node.meta.get("example_value")
         if not isinstance(example, torch.Tensor) or any(not isinstance(n, int) or n != 1 for n in example.shape):
             return None
-        question = self._entry(tensor, functools.partial(_answer, kind, example.dtype), kind.__name__)
+        question = self._entry(tensor, lambda value: kind(value.item()), kind.__name__)
         if question is None or not question.places:  # of constants: see `_constants`
             return None
         asked = self._asked[kind]
@@ -301,17 +309,6 @@ class Early:
 def _is_same(one: Any, other: Any) -> bool:
     """Whether two values are one object, or equal numbers of Python's."""
     return one is other or (type(one) in (int, float) and type(one) is type(other) and one == other)
-
-
-def _answer(kind: type, dtype: torch.dtype, value: torch.Tensor) -> Any:
-    """``kind(value)``.
-
-    Raises:
-        TypeError: where it is of another type than it has in the step (under autocast).
-    """
-    if value.dtype != dtype:
-        raise TypeError(f"{value.dtype} for {dtype}")
-    return kind(value.item())
 
 
 def _as_dims(answer: bool) -> torch.Tensor:

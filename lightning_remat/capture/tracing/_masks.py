@@ -4,7 +4,7 @@ Where a mask masks nothing, the library drops it in eager mode: attention withou
 faster and rounds otherwise. Under Dynamo the library does not look at values, and keeps the mask: its older releases
 always, the newer ones where the user gives one. Here it looks, as in eager mode: the question whether all of a mask is
 true is answered while the step is captured, from the batch that it is captured with, and Dynamo guards on the answer: a
-batch with another answer is captured anew. Where the answer cannot be found it is no, and the mask is kept.
+batch with another answer is captured anew. Where the answer cannot be found, the graph breaks there.
 
 The library also asks whether it is compiled where it would then compute in another way (Mamba's scan, experts' products,
 LongT5's mask of ones): the answer is no there. Elsewhere it asks to know what can be traced, and gets Dynamo's own answer.
@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from lightning_remat._replaced import replaced
 from lightning_remat.capture._torch import (
     TensorVariable,
     UserFunctionVariable,
@@ -29,6 +30,7 @@ from lightning_remat.capture._torch import (
     real_tensors,
     replaced_handlers,
 )
+from lightning_remat.capture.tracing._early import Early
 from lightning_remat.capture.tracing._values import value_of
 
 _LIBRARIES = ("transformers.masking_utils", "transformers.modeling_attn_mask_utils")
@@ -50,8 +52,12 @@ _LOOKS = "fast_all"
 
 
 @contextlib.contextmanager
-def masks_as_in_eager_mode() -> Iterator[None]:
-    """While Dynamo traces: whether there is a mask is decided as in eager mode."""
+def masks_as_in_eager_mode(early: Early) -> Iterator[None]:
+    """While Dynamo traces: whether there is a mask is decided as in eager mode.
+
+    Args:
+        early: computes what depends on more than one tensor that is given to the step.
+    """
     if not any(name in sys.modules for name in _LIBRARIES):
         yield
         return
@@ -59,34 +65,31 @@ def masks_as_in_eager_mode() -> Iterator[None]:
 
     def call_method(self: Any, translator: Any, name: str, args: Any, kwargs: Any) -> Any:
         """``tensor.all()``, and all other calls of methods as they are."""
-        if name == "all" and not args and not kwargs and _asking(translator) is not None:
-            return _answered(translator, self)
-        return tensor(self, translator, name, args, kwargs)
+        asked = name == "all" and not args and not kwargs and _asking(translator) is not None
+        found = _answered(early, translator, self) if asked else None
+        return tensor(self, translator, name, args, kwargs) if found is None else found
 
     def call_function(self: Any, translator: Any, args: Any, kwargs: Any) -> Any:
         """What the modules call of the library's own, and all other functions as they are."""
-        name = getattr(self.fn, "__name__", "")
+        name, found = getattr(self.fn, "__name__", ""), None
         if name in _QUESTIONS and getattr(self.fn, "__module__", "").startswith("transformers."):
             if _asking(translator) is not None or _computes_otherwise(translator.f_code):
-                return VariableTracker.build(translator, False)
+                found = VariableTracker.build(translator, False)
         elif name == _LOOKS and vars(_asking(translator) or types).get(name) is self.fn:
-            return _answered(translator, *args)
-        return function(self, translator, args, kwargs)
+            found = _answered(early, translator, *args)
+        return function(self, translator, args, kwargs) if found is None else found
 
-    TensorVariable.call_method = call_method  # type: ignore[assignment, method-assign]
-    UserFunctionVariable.call_function = call_function  # type: ignore[assignment, method-assign]
-    try:
-        with replaced_handlers({torch.all: _all_function}):
-            yield
-    finally:
-        TensorVariable.call_method = tensor  # type: ignore[method-assign]
-        UserFunctionVariable.call_function = function  # type: ignore[method-assign]
+    def all_function(_function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
+        """For Dynamo, ``torch.all(...)``: ``None`` leaves it to Dynamo."""
+        asked = len(args) == 1 and not kwargs and _asking(translator) is not None
+        return _answered(early, translator, *args) if asked else None
 
-
-def _all_function(_function: Any, translator: Any, *args: Any, **kwargs: Any) -> Any:
-    """For Dynamo, ``torch.all(...)``: ``None`` leaves it to Dynamo."""
-    asked = len(args) == 1 and not kwargs and _asking(translator) is not None
-    return _answered(translator, *args) if asked else None
+    replacements = (
+        (TensorVariable, "call_method", call_method),
+        (UserFunctionVariable, "call_function", call_function),
+    )
+    with replaced(replacements), replaced_handlers({torch.all: all_function}):
+        yield
 
 
 def _asking(translator: Any) -> types.ModuleType | None:
@@ -101,20 +104,32 @@ def _computes_otherwise(code: types.CodeType) -> bool:
     return code.co_filename in files or bool(names & _OWN_WAYS)
 
 
-def _answered(translator: Any, tensor: Any) -> Any:
-    """For Dynamo: the answer as a constant, guarded on; no where it cannot be known."""
+def _answered(early: Early, translator: Any, tensor: Any) -> Any:
+    """For Dynamo: the answer as a constant, guarded on; ``None`` where it cannot be known."""
     node = tensor.as_proxy().node
     value = value_of(node)
-    sources = value.sources if value is not None else frozenset()
-    example = given_now(node.graph, next(iter(sources))) if len(sources) == 1 else None
-    if value is None or len(sources) > 1 or (sources and example is None):
-        return VariableTracker.build(translator, False)
+    if value is None:
+        return None
+    if len(value.sources) > 1:
+        answer = early.holds(translator, tensor, _all) if early.traced(translator) else None
+        return None if answer is None else VariableTracker.build(translator, answer)
+    example = [given_now(node.graph, source) for source in value.sources]
+    if any(one is None for one in example):
+        return None
 
-    def answer(given: Any) -> bool:
-        return bool(torch.all(value.of(dict.fromkeys(sources, given))))
+    def asked(given: Any) -> bool | None:
+        with contextlib.suppress(TypeError):
+            return _all(value.of(dict.fromkeys(value.sources, given)))
+        return None
 
     with real_tensors(), torch.no_grad():
-        said = answer(example)
-    for source in sources:
-        guard_on(source, answer, said, f"whether nothing is masked: {said}")
+        said = asked(*example) if example else asked(None)
+    if said is None:
+        return None
+    for source in value.sources:
+        guard_on(source, asked, said, f"whether nothing is masked: {said}")
     return VariableTracker.build(translator, said)
+
+
+def _all(tensor: torch.Tensor) -> bool:
+    return bool(torch.all(tensor))

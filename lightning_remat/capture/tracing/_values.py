@@ -79,13 +79,18 @@ class _Call:
     call: Callable[..., Any]
     args: Any
     kwargs: Any
+    dtype: torch.dtype | None
+    """Of the result in the step, under its autocast."""
 
     def of(self, _given: Mapping[Source, Any], found: Sequence[Any]) -> Any:
         def as_value(part: Any) -> Any:
             return found[part.line] if isinstance(part, _Found) else part
 
         args, kwargs = map_aggregate((self.args, self.kwargs), as_value)
-        return self.call(*args, **kwargs)
+        result = self.call(*args, **kwargs)
+        if self.dtype is not None and result.dtype != self.dtype:
+            raise TypeError(f"{result.dtype} for {self.dtype}")
+        return result
 
     def words(self, _place: Callable[[Source], str]) -> str:
         return f"{getattr(self.call, '__name__', self.call)}{self.args!r}{self.kwargs or ''}"
@@ -109,6 +114,9 @@ class Value:
 
         Args:
             given: tensors and numbers by their sources; none of them is written to.
+
+        Raises:
+            TypeError: where a tensor is of another type than in the step (under autocast).
         """
         if self._writes:
             given = {key: copied(one) if isinstance(one, torch.Tensor) else one for key, one in given.items()}
@@ -151,8 +159,8 @@ def value_of(node: torch.fx.Node) -> Value | None:
             return None
         else:
             call: Any = getattr(torch.Tensor, str(one.target)) if one.op == "call_method" else one.target
-            arguments: Any = map_aggregate((one.args, one.kwargs), as_found)
-            lines.append(_Call(call, *arguments))
+            args, kwargs = map_aggregate((one.args, one.kwargs), as_found)
+            lines.append(_Call(call, args, kwargs, getattr(one.meta.get("example_value"), "dtype", None)))
         found[one] = _Found(len(lines) - 1)
     written = set[int]().union(*map(_written_by, needed))
     if any(memory[one] > 1 for one in written):
