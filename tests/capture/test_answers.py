@@ -271,8 +271,22 @@ def selected(module: Words, ids: Tensor, mask: Tensor) -> Tensor:
     return module.words(ids.masked_select(mask > 0)).square().mean()
 
 
+def balanced(module: Words, ids: Tensor, mask: Tensor) -> Tensor:
+    weights = 1 / (1 + torch.bincount(ids[mask > 0], minlength=20).float())
+    return (module.losses(ids) * weights[ids]).mean()
+
+
+def by_class(module: Words, ids: Tensor, mask: Tensor) -> Tensor:
+    classes, places, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+    runs = torch.unique_consecutive(mask.view(-1))
+    sums = torch.zeros(len(classes)).index_add(0, places.view(-1), module.losses(ids).view(-1))
+    return (sums / counts).mean() * len(runs) + ids[0].unique().sum()
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("use", [trimmed, trimmed_and_asked, cut_off, counting, repeated, found, selected, in_a_loop])
+@pytest.mark.parametrize(
+    "use", [balanced, by_class, trimmed, trimmed_and_asked, cut_off, counting, repeated, found, selected, in_a_loop]
+)
 def test_sizes_that_follow_from_values_become_symbols(use: Use) -> None:
     step = check(use)
     assert graphs(step) <= 5 and sum(step.runs) == BATCHES and not step.failures

@@ -2,8 +2,8 @@
 
 The indices of the mask are computed before the step (see ``_early``), and the tensor is indexed by them. So it is where rows
 are replaced by what has a gradient (``hidden[masked] = token``): the backward picks them out again. The indices themselves
-(``nonzero``) are computed then too, and those of rows that are repeated (``repeat_interleave``). Where that is not known before
-the step, the graph breaks there.
+(``nonzero``) are computed then too, those of rows that are repeated (``repeat_interleave``), and the classes that are there
+(``unique``, ``bincount``). Where that is not known before the step, the graph breaks there.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -175,9 +175,43 @@ def _repeat_interleave(early: Early, tx: Any, tensor: Any, repeats: Any = None, 
     return tensor.call_method(tx, "index_select", [dim, found], {})
 
 
+def _bincount(early: Early, tx: Any, tensor: Any, weights: Any = None, minlength: Any = None) -> Any:
+    """``bincount``, without weights."""
+    least = 0 if minlength is None else minlength.as_python_constant()
+    if _example(tensor) is None or not (weights is None or weights.is_constant_none()):
+        return None
+    return early.of_tensor(tx, tensor, functools.partial(torch.bincount, minlength=least), f"counts {least}", rows=True)
+
+
+_MORE = ("return_inverse", "return_counts")
+
+
+def _distinct(name: str, options: Sequence[str], early: Early, tx: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """``unique`` or ``unique_consecutive``, by its options: the values and, if asked for, each element's index and the counts."""
+    if _example(tensor) is None:
+        return None
+    given = {**dict(zip(options, args, strict=False)), **kwargs}
+    plain = {key: one.as_python_constant() for key, one in given.items()}
+    more = [key for key in _MORE if plain.get(key)]
+
+    def part(number: int, value: torch.Tensor) -> torch.Tensor:
+        found: Any = getattr(torch, name)(value, **plain)
+        one: torch.Tensor = found[number] if more else found
+        return one
+
+    computed = [functools.partial(part, i) for i in range(1 + len(more))]
+    found = [early.of_tensor(tx, tensor, one, f"{i} of {name} {plain}", rows=True) for i, one in enumerate(computed)]
+    if None in found:
+        return None
+    return TupleVariable(found) if more else found[0]
+
+
 _CHOOSING: dict[str, Any] = {
     "nonzero": _nonzero,
     "argwhere": _argwhere,
     "masked_select": _masked_select,
     "repeat_interleave": _repeat_interleave,
+    "bincount": _bincount,
+    "unique": functools.partial(_distinct, "unique", ("sorted", *_MORE, "dim")),
+    "unique_consecutive": functools.partial(_distinct, "unique_consecutive", (*_MORE, "dim")),
 }
