@@ -187,7 +187,7 @@ _MORE = ("return_inverse", "return_counts")
 
 
 def _distinct(name: str, options: Sequence[str], early: Early, tx: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-    """``unique`` or ``unique_consecutive``, by its options: the values and, if asked for, each element's index and the counts."""
+    """``unique`` or ``unique_consecutive``, by its options: values and, if asked for, each element's index and the counts."""
     if _example(tensor) is None:
         return None
     given = {**dict(zip(options, args, strict=False)), **kwargs}
