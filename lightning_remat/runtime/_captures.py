@@ -30,6 +30,7 @@ from lightning_remat.capture.tracing._hook_order import hooks_in_order
 from lightning_remat.capture.tracing._masks import masks_as_in_eager_mode
 from lightning_remat.capture.tracing._messages import messages_stay
 from lightning_remat.capture.tracing._numpy import numpy_as_constants
+from lightning_remat.capture.tracing._recorded_outputs import recording_is_installed
 from lightning_remat.capture.tracing._rows import rows_are_found
 from lightning_remat.runtime._call import Call, Shapes, alike_but_for_sizes, varying
 from lightning_remat.runtime._graph import Graph
@@ -260,6 +261,7 @@ class Captures:
             numpy_as_constants(),
             constants_are_known(),
             messages_stay(),
+            recording_is_installed(),
             rows_are_found(self.early),
             answers_are_found(self.early),
             packed_sequences(self.early) if self._packing else contextlib.nullcontext(),

@@ -4,6 +4,7 @@
   is asked of ``_masks``.
 * Computed before the step, as the graph or its sizes depend on values (``_early``): ``_answers`` to what Python asks of them,
   and the ``_rows`` that a mask chooses. How they are computed is read from the graph so far (``_values``).
+* Done while the step is captured, as eager mode does in its first call: hooks are installed (``_recorded_outputs``).
 * Run as eager mode runs them: what the user has ``_compiled``, hooks in their order (``_hook_order``), ``_messages``.
 * Refused on releases of torch that cannot capture it: ``_inference`` mode.
 

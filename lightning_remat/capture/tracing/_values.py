@@ -16,19 +16,25 @@ from torch.fx.node import map_aggregate
 from lightning_remat.capture._torch import Source, copied, given, tensor_leaves
 
 _UNDERSTOOD = {
-    *("arange", "tensor", "ones", "zeros", "full", "ones_like", "zeros_like", "full_like"),
-    *("to", "cpu", "bool", "long", "int", "float", "double", "type_as", "detach", "clone"),
-    *("add", "sub", "mul", "div", "truediv", "floordiv", "floor_divide", "mod", "remainder", "neg", "abs"),
-    *("floor", "ceil", "round", "clamp", "maximum", "minimum", "where", "masked_fill"),
-    *("exp", "log", "sqrt", "square", "sigmoid", "pow", "sym_float", "sym_int", "sym_max", "sym_min"),
-    *("sum", "max", "min", "amax", "amin", "mean", "std", "var", "norm", "prod"),
-    *("any", "all", "count_nonzero", "cumsum", "argmax", "argmin", "sort"),
-    *("eq", "ne", "lt", "gt", "le", "ge", "isnan", "isinf", "isfinite"),
+    *("arange", "linspace", "eye", "tensor", "ones", "zeros", "full"),
+    *(f"{make}_like" for make in ("ones", "zeros", "full")),
+    *(f"new_{make}" for make in ("ones", "zeros", "full", "tensor")),
+    *("to", "cpu", "bool", "long", "int", "float", "double", "half", "bfloat16", "type_as", "detach", "clone"),
+    *("add", "sub", "mul", "div", "truediv", "floordiv", "floor_divide", "mod", "remainder", "neg", "abs", "sign"),
+    *("subtract", "multiply", "divide", "true_divide", "reciprocal", "pow", "square", "sqrt", "rsqrt"),
+    *("floor", "ceil", "round", "trunc", "clamp", "clip", "maximum", "minimum", "where", "masked_fill"),
+    *("exp", "log", "log1p", "log2", "log10", "cos", "sin", "sigmoid", "tanh", "relu"),
+    *("sym_float", "sym_int", "sym_max", "sym_min"),
+    *("sum", "max", "min", "amax", "amin", "mean", "std", "var", "norm", "prod", "nansum", "nanmean"),
+    *("any", "all", "_is_all_true", "_is_any_true", "count_nonzero", "cumsum", "cumprod", "argmax", "argmin", "sort"),
+    *("eq", "ne", "lt", "gt", "le", "ge", "isnan", "isinf", "isfinite", "isin"),
+    *("not_equal", "less", "less_equal", "greater", "greater_equal"),
     *("and", "and_", "or", "or_", "xor", "invert", "logical_and", "logical_or", "logical_xor", "logical_not"),
     *("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"),
-    *("getitem", "select", "narrow", "flatten", "squeeze", "unsqueeze", "expand", "view", "reshape", "contiguous"),
-    *("transpose", "permute", "cat", "stack", "diff", "pad", "flip", "roll", "tril", "triu"),
-    *("gather", "index_select"),
+    *("getitem", "select", "narrow", "flatten", "squeeze", "unsqueeze", "view", "reshape", "contiguous"),
+    *("expand", "expand_as", "broadcast_to", "repeat", "tile", "view_as", "reshape_as", "unbind", "chunk", "split"),
+    *("transpose", "permute", "movedim", "cat", "stack", "diff", "pad", "flip", "roll", "tril", "triu"),
+    *("gather", "index_select", "take_along_dim", "one_hot", "searchsorted", "bucketize"),
 }
 """Ops by which a value may be computed from tensors of the batch or from constants: none draws random numbers or
 depends on state."""
