@@ -15,6 +15,10 @@ Shapes = tuple[tuple[tuple[int, ...], torch.dtype, torch.device, bool], ...]
 """Shape, dtype, device and ``requires_grad`` of every tensor that a call is given."""
 
 
+BEGUN = 3
+"""Calls by plans after which training has begun: until then, a budget that cannot be held is an error."""
+
+
 class Call:
     """The present call of a step, or the last one as long as no other has begun.
 
@@ -22,6 +26,7 @@ class Call:
         shapes: the `Shapes` of the tensors that it is given.
         batch: ids of these tensors.
         number: how many calls of these shapes there have been, this one included.
+        planned: how many calls have run by plans so far.
         began: when it began, in seconds since the epoch.
         ran: the captured graphs that it has run so far, each with the number of its plan.
         captured: numbers of the plans of the graphs that were captured in it; a plan may have been there before.
@@ -32,6 +37,7 @@ class Call:
         self.shapes: Shapes = ()
         self.batch: frozenset[int] = frozenset()
         self.number = 0
+        self.planned = 0
         self.began = 0.0
         self.ran: list[tuple[Graph, int]] = []
         self.captured: list[int] = []

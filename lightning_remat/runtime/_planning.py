@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -93,6 +94,16 @@ class Planning:
     def budget_is_fixed(self) -> bool:
         """Whether the budget is a number of bytes that does not depend on the step (a size, or ``"auto"``)."""
         return parse_budget(self.config.budget).kind in (BudgetKind.AUTO, BudgetKind.SIZE)
+
+    @contextlib.contextmanager
+    def smallest(self) -> Iterator[None]:
+        """While open, the smallest plans are made."""
+        given = self.config
+        self.config = dataclasses.replace(given, budget=BudgetKind.MIN.value)
+        try:
+            yield
+        finally:
+            self.config = given
 
     def _holds(self, plan: Plan) -> bool:
         """Whether a plan that was made within another budget is one for the present budget too."""

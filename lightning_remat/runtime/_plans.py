@@ -10,7 +10,7 @@ import math
 import operator
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.capture import CapturedGraph, Fusing, Tiling
@@ -24,7 +24,7 @@ from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._surroundings import Surroundings, Weights, replay_bytes
 from lightning_remat.planner._tiling import cheapest, forms
 from lightning_remat.planner._together import Part
-from lightning_remat.runtime._call import Call, Shapes
+from lightning_remat.runtime._call import BEGUN, Call, Shapes
 from lightning_remat.runtime._graph import Graph
 from lightning_remat.runtime._moving import WATCHED_RUNS
 from lightning_remat.runtime._planning import Planning
@@ -33,6 +33,8 @@ from lightning_remat.runtime._recent import Recent
 from lightning_remat.runtime._sized_plans import SizedPlan, SizedPlans
 
 log = logging.getLogger(__name__)
+
+_Made = TypeVar("_Made")
 
 _Planned = tuple[CapturedGraph, ComputationGraph, Plan]
 """A graph with costs, the same with what is held beside it, and its plan."""
@@ -135,6 +137,25 @@ class Plans:
             The graph with costs, the same with the memory that is held beside it, its plan, that memory, and the CUDA
             device's memory.
         """
+        return self._or_smallest(
+            functools.partial(self._first_within, captured, weights, whole, room_bytes, staged=staged)
+        )
+
+    def _or_smallest(self, make: Callable[[], _Made], smallest: Callable[[], _Made] | None = None) -> _Made:
+        """What is made within the budget; the smallest, where a share is too little for a batch after training has begun."""
+        try:
+            return make()
+        except InfeasibleBudgetError as error:
+            share = parse_budget(self.planning.config.budget).kind is BudgetKind.SHARE
+            if not share or self._call.planned < BEGUN:
+                raise
+            self._reasons.share_is_too_small(error)
+            with self.planning.smallest():
+                return (smallest or make)()
+
+    def _first_within(
+        self, captured: CapturedGraph, weights: Weights, whole: bool, room_bytes: int, *, staged: bool
+    ) -> tuple[CapturedGraph, ComputationGraph, Plan, Surroundings, DeviceMemory | None]:
         captured, cost_seconds = self.planning.measured(captured)
         if staged and parse_budget(self.planning.config.budget).kind is not BudgetKind.MIN:
             with contextlib.suppress(InfeasibleBudgetError):
@@ -215,7 +236,8 @@ class Plans:
 
     def together(self, parts: Sequence[Part], fixed: Sequence[int], memory: DeviceMemory | None) -> list[Plan]:
         """Plans for the graphs of a call together; the first graphs keep their plans, by their numbers in ``fixed``."""
-        return self.planning.together(parts, [self.all[number].schedule for number in fixed], memory)
+        schedules = [self.all[number].schedule for number in fixed]
+        return self._or_smallest(lambda: self.planning.together(parts, schedules, memory))
 
     def again(self, graph: Graph, *, part: bool = False) -> None:
         """Plan a graph again if its plan is over the lowered budget, or has no room for copies of changing buffers.
@@ -286,13 +308,13 @@ class Plans:
             return around if replays else around.replace(resident_bytes=around.resident_bytes - replayed)
 
         def make(captured: CapturedGraph) -> tuple[int, Plan]:
+            within = functools.partial(self.made, captured, graph.weights, graph.around, graph.memory)
+            soon = functools.partial(within, most_seconds=SECONDS_A_SIZE)
             with internals.real_tensors():
                 try:
-                    plan = self.made(captured, graph.weights, graph.around, graph.memory, most_seconds=SECONDS_A_SIZE)[
-                        1
-                    ]
+                    _, plan = soon()
                 except InfeasibleBudgetError:
-                    plan = self.made(captured, graph.weights, graph.around, graph.memory)[1]
+                    _, plan = self._or_smallest(within, soon)
             return self.add(plan, graph), plan
 
         def measure(captured: CapturedGraph) -> CapturedGraph:

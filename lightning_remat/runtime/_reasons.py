@@ -30,6 +30,7 @@ class Reasons:
         self.name = name
         self.failures: list[str] = []
         self.gave_up = False
+        self._told_of_share = False
 
     def failed(self, reason: str, error: Exception | None = None) -> None:
         """Warn that something could not be captured, once for each reason."""
@@ -59,6 +60,18 @@ class Reasons:
             RematWarning,
             stacklevel=2,
         )
+
+    def share_is_too_small(self, error: InfeasibleBudgetError) -> None:
+        """Warn, once, that a batch needs more than the share that is asked for."""
+        if not self._told_of_share:
+            self._told_of_share = True
+            warnings.warn(
+                f"{self.name or 'the step'} does not fit its budget, a share, with every batch: {error} Where it does not, the "
+                "smallest plan runs, so that training goes on",
+                RematWarning,
+                stacklevel=2,
+            )
+        log.info("%s runs by the smallest plan: %s", self.name or "the step", error)
 
     def refused(self, graph: ComputationGraph, reason: str, instead: str, budget: object, cache: PlanCache) -> None:
         """Warn that the verifier refuses all schedules for a graph, a defect of this library, and save the graph."""

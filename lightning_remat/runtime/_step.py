@@ -33,7 +33,7 @@ from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._surroundings import Surroundings
 from lightning_remat.runtime._agreement import Agreement
 from lightning_remat.runtime._backend import Backend, NoPacking, NoSymbols, Stop
-from lightning_remat.runtime._call import Call, Shapes, shapes_of
+from lightning_remat.runtime._call import BEGUN, Call, Shapes, shapes_of
 from lightning_remat.runtime._captures import Captures
 from lightning_remat.runtime._improving import Improving
 from lightning_remat.runtime._measuring import Measuring
@@ -53,9 +53,6 @@ ObserveOp = Callable[[str, str, tuple[Any, ...], dict[str, Any], Callable[[], An
 
 TIGHTER = 0.8
 """Share of the bytes between the floor and the peak of a plan that ran out of memory that the next plan may take."""
-
-BEGUN = 3
-"""Calls of the same shapes by plans after which training has begun: until then, a budget that cannot be held is an error."""
 
 
 def _with_homes(around: Callable[[], Surroundings]) -> Surroundings:
@@ -251,6 +248,7 @@ class ScheduledStep:
         self._measuring.returned(self._call.shapes, result)
         if self._call.ran:
             self._planned_calls[self._call.shapes] = (self._planned_calls.get(self._call.shapes) or 0) + 1
+            self._call.planned += 1
         return result
 
     def _goes_on(self, error: Exception) -> bool:

@@ -476,3 +476,32 @@ def test_layers_that_are_unfrozen_and_no_longer_fit_the_budget_end_no_training()
         found = trained(module, step)
     assert all(map(torch.equal, trained(eager, eager), found))
     assert step.runs == (5, 5)
+
+
+def test_a_share_that_is_too_little_for_a_later_batch_ends_no_training() -> None:
+    sizes = [256] * 4 + [1, 2, 3, 4, 5, 6, 7]
+    options: dict[str, Any] = {"cost_model": "unit", "solver": "greedy"}
+
+    def layers() -> nn.Module:
+        torch.manual_seed(0)
+        parts = (nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(0.1)) for _ in range(6))
+        return nn.Sequential(*parts, nn.Linear(64, 1))
+
+    def trained(module: nn.Module, call: Any) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        found = []
+        for rows in sizes:
+            module.zero_grad()
+            call(torch.randn(rows, 64)).mean().backward()
+            found += [torch.clone(p.grad) for p in module.parameters() if p.grad is not None]
+        return found
+
+    module, eager = layers(), layers()
+    step = rematerialize(module, budget=0.3, **options)
+    with pytest.warns(RematWarning, match="does not fit its budget, a share, with every batch"):
+        found = trained(module, step)
+    assert all(map(torch.equal, trained(eager, eager), found)) and not step.failures
+    assert sum(step.runs) == len(sizes) and step.plans[0].rematerializes
+    assert all(plan.predicted_peak_bytes <= plan.budget_bytes for plan in step.plans)
+    with pytest.raises(InfeasibleBudgetError):  # as a first batch
+        rematerialize(module, budget=0.01, **options)(torch.randn(256, 64))
