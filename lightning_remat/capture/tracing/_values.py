@@ -33,7 +33,21 @@ _UNDERSTOOD = {
     *("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"),
     *("getitem", "select", "narrow", "flatten", "squeeze", "unsqueeze", "view", "reshape", "contiguous"),
     *("expand", "expand_as", "broadcast_to", "repeat", "tile", "view_as", "reshape_as", "unbind", "chunk", "split"),
-    *("transpose", "permute", "movedim", "cat", "stack", "diff", "pad", "flip", "roll", "tril", "triu"),
+    *(
+        "transpose",
+        "permute",
+        "movedim",
+        "numpy_T",
+        "mT",
+        "cat",
+        "stack",
+        "diff",
+        "pad",
+        "flip",
+        "roll",
+        "tril",
+        "triu",
+    ),
     *("gather", "index_select", "take_along_dim", "one_hot", "searchsorted", "bucketize"),
 }
 """Ops by which a value may be computed from tensors of the batch or from constants: none draws random numbers or
