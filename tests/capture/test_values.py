@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -162,3 +163,88 @@ def test_counts_of_another_number_than_rows() -> None:
     step(x, torch.tensor([1, 2, 0, 1])).backward()
     with pytest.raises(RuntimeError, match="repeats"):
         step(x, torch.tensor([1, 2, 1]))
+
+
+def asked_twice(net: nn.Linear, x: Tensor) -> tuple[Tensor, Any]:
+    total = x.sum().item() + x.sum().item()
+    return net(x).sum() * total / max(x.sum().item(), 1.0), type(x.sum().item())
+
+
+def of_statistics(net: nn.Linear, x: Tensor) -> tuple[Tensor]:
+    mean, var = torch.zeros(8), torch.ones(8)
+    hidden = nn.functional.batch_norm(net(x), mean, var, training=True)
+    nn.functional.batch_norm(x, mean, var, training=True)
+    return (hidden.square().sum() * mean.sum().item() * (2 if var.sum() > 8 else 1),)
+
+
+def in_place_by_argument(net: nn.Linear, x: Tensor) -> tuple[Tensor]:
+    nn.functional.relu(x.data, inplace=True)
+    other = x - 0.5
+    nn.functional.relu(other, True)
+    torch.ops.aten.add_.Tensor(x.data, 1)
+    return (net(x).sum() * x.sum().item() / other.sum().item(),)
+
+
+class Doubling(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        return found * 2 if function in (torch.Tensor.sum, torch.sum) else found
+
+
+def under_a_mode(net: nn.Linear, x: Tensor) -> tuple[Tensor]:
+    with Doubling():
+        return (net(x).mean() * x.sum().item() * (2 if (x > 0).sum() > 20 else 1),)
+
+
+def an_index(net: nn.Linear, x: Tensor) -> tuple[Tensor, list[int]]:
+    return net(x).sum(), list(range(4))[: (x > 0).sum()]
+
+
+@pytest.mark.parametrize("call", [asked_twice, of_statistics, in_place_by_argument, under_a_mode, an_index])
+@pytest.mark.filterwarnings("ignore:.*could not be captured")
+def test_values_are_those_of_the_moment(call: Callable[..., Any]) -> None:
+    same(call, lambda _: (torch.randn(4, 8),))
+
+
+def test_batches_of_two_types_are_captured_once_each() -> None:
+    def call(net: nn.Linear, x: Tensor) -> tuple[Tensor]:
+        number = (x * 0.1).sum().item() * (2 if x.sum() > 0 else 1)
+        return (net(x.float())[x[:, 0] > 0].sum() * number,)
+
+    types = torch.float64, torch.float16
+    step = same(call, lambda number: (torch.randn(4, 8).abs().to(types[number % 2]),), 12)
+    assert len(step._step._plans.graphs) == 2 and sum(step.runs) == 12
+
+
+def test_a_list_is_written_to_once() -> None:
+    def call(net: nn.Linear, x: Tensor, weights: Any) -> tuple[Tensor]:
+        weights += weights
+        return (net(x).sum() * len(weights) * (2 if x.sum() > 0 else 1) * torch.as_tensor(weights).sum().item(),)
+
+    same(call, lambda number: (torch.randn(4, 8), [1.0, 2.0, 3.0] if number % 2 else torch.ones(3)))
+
+
+@pytest.mark.filterwarnings("ignore:.*could not be captured")
+def test_an_array_is_written_to_once() -> None:
+    def call(net: nn.Linear, x: Tensor, array: Any) -> tuple[Tensor]:
+        array += 1
+        array[0] = 3
+        shared = x.numpy()
+        shared *= 2
+        return (net(x).sum() * float(array.sum()),)
+
+    same(call, lambda _: (torch.randn(4, 8), np.zeros(3)))
+
+
+@pytest.mark.parametrize("shape", [(3,), (4, 1), (2, 8)])
+@pytest.mark.parametrize("writes", [False, True])
+def test_masks_of_other_shapes_are_refused(shape: tuple[int, ...], writes: bool) -> None:
+    def call(net: nn.Linear, x: Tensor, mask: Tensor) -> Tensor:
+        hidden = net(x)
+        if writes:
+            hidden[mask] = hidden.mean()
+        return hidden[mask].sum() + hidden[..., mask[: len(hidden), 0] if mask.dim() > 1 else mask].sum()
+
+    step = rematerialize(functools.partial(call, nn.Linear(8, 8)), "min", time_limit=0.5, cost_model="unit")
+    with pytest.raises(IndexError, match="does not match the shape of the indexed tensor"):
+        step(torch.randn(4, 8), torch.ones(shape, dtype=torch.bool))

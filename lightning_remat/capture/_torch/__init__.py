@@ -60,6 +60,7 @@ if TYPE_CHECKING or not unknown_torch():
         real_tensors,
         spaced_results,
         with_fakes,
+        without_functions_of_ones_own,
     )
     from lightning_remat.capture._torch._frames import (
         Uncaptured,
@@ -288,4 +289,5 @@ __all__ = [
     "varying",
     "whole_ops",
     "with_fakes",
+    "without_functions_of_ones_own",
 ]

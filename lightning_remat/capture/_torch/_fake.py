@@ -52,6 +52,12 @@ def real_tensors() -> Iterator[None]:
         torch._C._autograd._saved_tensors_hooks_set_tracing(tracing)
 
 
+def without_functions_of_ones_own() -> contextlib.AbstractContextManager[None]:
+    """While open, no mode and no class of the user's changes what torch's functions do: Dynamo has looked into these."""
+    disabled: contextlib.AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return disabled
+
+
 @contextlib.contextmanager
 def real_layouts() -> Iterator[None]:
     """Trace with the strides that the real kernels give (`real_layout`)."""

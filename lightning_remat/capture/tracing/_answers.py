@@ -40,7 +40,8 @@ def answers_are_found(early: Early) -> Iterator[None]:
         asked = args[0].realize() if variable.fn in _KINDS and len(args) == 1 and not kwargs else None
         if asked is None or not asked.is_tensor() or not early.traced(tx):
             return builtin(variable, tx, args, kwargs)
-        found = _found(early, tx, asked, _KINDS[variable.fn])
+        index = variable.fn is operator.index and not _is_whole(asked)  # which raises
+        found = None if index else _found(early, tx, asked, _KINDS[variable.fn])
         if found is None:
             return builtin(variable, tx, args, kwargs)
         return VariableTracker.build(tx, not found.as_python_constant()) if variable.fn is operator.not_ else found
@@ -51,6 +52,11 @@ def answers_are_found(early: Early) -> Iterator[None]:
     replacements = ((TensorVariable, "call_method", of_tensor), (BuiltinVariable, "call_function", of_python))
     with replaced(replacements), jumps_decided(decided):
         yield
+
+
+def _is_whole(tensor: Any) -> bool:
+    example = tensor.as_proxy().node.meta.get("example_value")
+    return isinstance(example, torch.Tensor) and not (example.is_floating_point() or example.is_complex())
 
 
 def _read(early: Early, tx: Any, tensor: Any) -> Any:

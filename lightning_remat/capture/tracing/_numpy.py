@@ -63,6 +63,14 @@ _BUILTINS = {
 }
 """Python's functions that are computed for such constants."""
 
+_IN_PLACE = "add sub mul matmul truediv floordiv mod pow and or xor lshift rshift"
+_WRITING = {
+    operator.setitem,
+    operator.delitem,
+    *(getattr(operator, f"i{name}") for name in _IN_PLACE.split()),
+}
+"""Python's operators that write to an array."""
+
 _COMPARED = {
     "==": operator.eq,
     "!=": operator.ne,
@@ -192,6 +200,13 @@ def numpy_as_constants() -> Iterator[None]:
         return functions(self, tx, args, kwargs) if found is None else found
 
     def of_python(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if self.fn in _WRITING and isinstance(args[0].realize(), NumpyVariable):
+            unimplemented(
+                gb_type="an array of NumPy's is written to",
+                context=str(self.fn),
+                explanation="Dynamo would write to it while it traces, too.",
+                hints=[],
+            )
         if not kwargs and any(isinstance(one.realize(), NumpyFloat) for one in args):
             found = _of_varying(tx, self.fn, [one.realize() for one in args], functools.partial(builtins, self))
         else:

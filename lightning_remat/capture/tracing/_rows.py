@@ -37,12 +37,12 @@ def rows_are_found(early: Early) -> Iterator[None]:
 
     def of_python(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if variable.fn is operator.getitem and len(args) == 2 and args[0].is_tensor():
-            args = [args[0], _as_indices(early, tx, args[1].realize())]
+            args = [args[0], _as_indices(early, tx, args[0], args[1].realize())]
         return builtin(variable, tx, args, kwargs)
 
     def of_tensor(variable: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
         if name == "__getitem__" and len(args) == 1:
-            args = [_as_indices(early, tx, args[0].realize())]
+            args = [_as_indices(early, tx, variable, args[0].realize())]
         elif name in _CHOOSING and early.traced(tx):
             found = _CHOOSING[name](early, tx, variable, *args, **kwargs)
             if found is not None:
@@ -58,7 +58,7 @@ def rows_are_found(early: Early) -> Iterator[None]:
 
     def written(variable: Any, tx: Any, index: Any, value: Any) -> Any:
         if torch.is_grad_enabled() and _has_gradient(value.realize()):
-            index = _as_indices(early, tx, index.realize())
+            index = _as_indices(early, tx, variable, index.realize())
             if any(map(_mask_dims, _parts(index))):
                 unimplemented(
                     gb_type="rows replaced by a tensor with a gradient",
@@ -77,9 +77,9 @@ def rows_are_found(early: Early) -> Iterator[None]:
         yield
 
 
-def _as_indices(early: Early, tx: Any, index: Any) -> Any:
+def _as_indices(early: Early, tx: Any, tensor: Any, index: Any) -> Any:
     """What a tensor is indexed by, with the indices of masks in their place."""
-    if not early.traced(tx):
+    if not early.traced(tx) or not _are_alike(tensor, _parts(index)):
         return index
     items, changed = [], False
     for one in _parts(index):
@@ -89,6 +89,27 @@ def _as_indices(early: Early, tx: Any, index: Any) -> Any:
     if not changed:
         return index
     return TupleVariable(items) if _is_tuple(index) or len(items) > 1 else items[0]
+
+
+def _are_alike(tensor: Any, index: Sequence[Any]) -> bool:
+    """Whether the masks that a tensor is indexed by have the sizes of its dimensions in their places: else it is an error."""
+    masked = _example(tensor)
+    if masked is None:
+        return False
+    plain = [one.as_python_constant() if one.is_python_constant() else one for one in index]
+    dims = [0 if one is None else _mask_dims(one) or 1 if isinstance(one, VariableTracker) else 1 for one in plain]
+    place = 0
+    for one, count in zip(plain, dims, strict=True):
+        if one is ...:
+            place = masked.dim() - sum(dims) + place + 1
+            continue
+        if isinstance(one, bool):
+            return False
+        mask = _example(one) if isinstance(one, VariableTracker) and _mask_dims(one) else None
+        if mask is not None and masked.shape[place : place + count] != mask.shape:
+            return False
+        place += count
+    return True
 
 
 def _is_tuple(index: Any) -> bool:

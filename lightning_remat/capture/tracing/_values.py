@@ -6,6 +6,8 @@ What the step has written to so far is written again, to copies: ``labels[ids ==
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,14 +15,44 @@ from typing import Any
 import torch
 from torch.fx.node import map_aggregate
 
-from lightning_remat.capture._torch import Source, copied, given, tensor_leaves
+from lightning_remat.capture._torch import (
+    OpOverload,
+    Source,
+    copied,
+    given,
+    hint,
+    tensor_leaves,
+    without_functions_of_ones_own,
+)
+
+_VIEWS = {
+    *("to", "cpu", "bool", "long", "int", "float", "double", "half", "bfloat16", "type_as", "detach", "contiguous"),
+    *("getitem", "select", "narrow", "flatten", "squeeze", "unsqueeze", "view", "view_as", "reshape", "reshape_as"),
+    *("transpose", "permute", "movedim", "numpy_T", "mT", "expand", "expand_as", "broadcast_to"),
+    *("unbind", "chunk", "split"),
+}
+"""Ops whose result may have the memory of their first argument."""
 
 _UNDERSTOOD = {
+    *_VIEWS,
     *("arange", "linspace", "eye", "tensor", "ones", "zeros", "full"),
     *(f"{make}_like" for make in ("ones", "zeros", "full")),
     *(f"new_{make}" for make in ("ones", "zeros", "full", "tensor")),
-    *("to", "cpu", "bool", "long", "int", "float", "double", "half", "bfloat16", "type_as", "detach", "clone"),
-    *("add", "sub", "mul", "div", "truediv", "floordiv", "floor_divide", "mod", "remainder", "neg", "abs", "sign"),
+    *(
+        "clone",
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "truediv",
+        "floordiv",
+        "floor_divide",
+        "mod",
+        "remainder",
+        "neg",
+        "abs",
+        "sign",
+    ),
     *("subtract", "multiply", "divide", "true_divide", "reciprocal", "pow", "square", "sqrt", "rsqrt"),
     *("floor", "ceil", "round", "trunc", "clamp", "clip", "maximum", "minimum", "where", "masked_fill"),
     *("exp", "log", "log1p", "log2", "log10", "cos", "sin", "sigmoid", "tanh", "relu"),
@@ -31,23 +63,7 @@ _UNDERSTOOD = {
     *("not_equal", "less", "less_equal", "greater", "greater_equal"),
     *("and", "and_", "or", "or_", "xor", "invert", "logical_and", "logical_or", "logical_xor", "logical_not"),
     *("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not"),
-    *("getitem", "select", "narrow", "flatten", "squeeze", "unsqueeze", "view", "reshape", "contiguous"),
-    *("expand", "expand_as", "broadcast_to", "repeat", "tile", "view_as", "reshape_as", "unbind", "chunk", "split"),
-    *(
-        "transpose",
-        "permute",
-        "movedim",
-        "numpy_T",
-        "mT",
-        "cat",
-        "stack",
-        "diff",
-        "pad",
-        "flip",
-        "roll",
-        "tril",
-        "triu",
-    ),
+    *("repeat", "tile", "cat", "stack", "diff", "pad", "flip", "roll", "tril", "triu"),
     *("gather", "index_select", "take_along_dim", "one_hot", "searchsorted", "bucketize"),
 }
 """Ops by which a value may be computed from tensors of the batch or from constants: none draws random numbers or
@@ -66,6 +82,12 @@ _OPERATORS = {
 }
 """Python's operators that write to their first operand."""
 
+
+_MOST_COPIED = 16 * 1024**2
+"""Bytes that are copied for one value in each call, at most."""
+
+_NORMS = {"batch_norm", "instance_norm"}
+"""Functions that write to their statistics, and count no version then."""
 
 _ATTRIBUTES = {"T", "mT", "data", "values", "indices"}
 """Of tensors, and of what functions return."""
@@ -113,7 +135,7 @@ class _Call:
         return result
 
     def words(self, _place: Callable[[Source], str]) -> str:
-        return f"{getattr(self.call, '__name__', self.call)}{self.args!r}{self.kwargs or ''}"
+        return f"{getattr(self.call, '__name__', self.call)}{self.args!r}{self.kwargs or ''}{self.dtype or ''}"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,7 +149,7 @@ class Value:
     sources: frozenset[Source]
     _lines: tuple[_Given | _Call, ...]
     _result: int
-    _writes: bool
+    _copied: frozenset[Source]
 
     def of(self, given: Mapping[Source, Any]) -> Any:
         """The value.
@@ -136,13 +158,16 @@ class Value:
             given: tensors and numbers by their sources; none of them is written to.
 
         Raises:
-            TypeError: where a tensor is of another type than in the step (under autocast).
+            TypeError: where something else is given, or a tensor is of another type than in the step (under autocast).
         """
-        if self._writes:
-            given = {key: copied(one) if isinstance(one, torch.Tensor) else one for key, one in given.items()}
+        other = [type(one).__name__ for one in given.values() if not isinstance(one, (torch.Tensor, int, float))]
+        if other:
+            raise TypeError(f"{other[0]} for a tensor or a number")
+        given = {key: copied(one) if key in self._copied else one for key, one in given.items()}
         found: list[Any] = []
-        for line in self._lines:
-            found.append(line.of(given, found))
+        with without_functions_of_ones_own():
+            for line in self._lines:
+                found.append(line.of(given, found))
         return found[self._result]
 
     def words(self, place: Callable[[Source], str]) -> str:
@@ -182,11 +207,27 @@ def value_of(node: torch.fx.Node) -> Value | None:
             args, kwargs = map_aggregate((one.args, one.kwargs), as_found)
             lines.append(_Call(call, args, kwargs, getattr(one.meta.get("example_value"), "dtype", None)))
         found[one] = _Found(len(lines) - 1)
-    written = set[int]().union(*map(_written_by, needed))
-    if any(memory[one] > 1 for one in written):
-        return None  # each has a copy of its own
-    sources = frozenset(line.source for line in lines if isinstance(line, _Given))
-    return Value(sources, tuple(lines), found[node].line, bool(written))
+    writing = [one for one in needed if _written_by(one)]
+    written = set[int]().union(*map(_written_by, writing))
+    copies = set[torch.fx.Node]().union(*(_seen_through(one.args[0]) for one in writing))
+    nbytes = sum(hint(tensor.nbytes) for one in copies for tensor in tensor_leaves(one.meta.get("example_value")))
+    if any(memory[one] > 1 for one in written) or nbytes > _MOST_COPIED:  # each would have a copy of its own
+        return None
+    sources, copied_ones = (
+        frozenset(line.source for line in some if isinstance(line, _Given))
+        for some in (lines, (lines[found[one].line] for one in copies))
+    )
+    return Value(sources, tuple(lines), found[node].line, copied_ones)
+
+
+def _seen_through(node: Any) -> set[torch.fx.Node]:
+    """The node of what is given to the step, if another node's memory may be that of it."""
+    if not isinstance(node, torch.fx.Node):
+        return set()
+    if given(node) is not None:
+        return {node}
+    is_view = _name(node) in _VIEWS or _name(node) == "getattr" or _written_by(node)
+    return _seen_through(node.args[0]) if is_view and node.args else set()
 
 
 def _needed(node: torch.fx.Node) -> list[torch.fx.Node] | None:
@@ -230,10 +271,28 @@ def _written_by(node: torch.fx.Node) -> set[int]:
     name = str(getattr(node.target, "__name__", node.target))
     of_python = getattr(node.target, "__module__", None) == "_operator"  # `and_` writes nothing
     by_name = (name.endswith("_") and not name.endswith("__")) or name.startswith("_foreach")
-    in_place = _name(node) in _OPERATORS or (by_name and not of_python)
+    if name in _NORMS:
+        return _memory(node.all_input_nodes[1:])
+    in_place = _name(node) in _OPERATORS or (by_name and not of_python) or _is_told_to_write(node)
     if not in_place and "out" not in node.kwargs and _is_torchs(node):
         return set()
     return _memory(node.all_input_nodes[:1] if _is_understood(node) else node.all_input_nodes)
+
+
+def _is_told_to_write(node: torch.fx.Node) -> bool:
+    """Whether a call has ``inplace=True``, or is of an operator that writes."""
+    if isinstance(node.target, OpOverload):
+        return bool(node.target._schema.is_mutable)
+    names = _arguments(node.target) if node.op == "call_function" else ()
+    return bool(node.kwargs.get("inplace") or dict(zip(names, node.args, strict=False)).get("inplace"))
+
+
+@functools.lru_cache(1024)
+def _arguments(function: Any) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # of a function in C++
+        return ()
 
 
 def _name(node: torch.fx.Node) -> str:
