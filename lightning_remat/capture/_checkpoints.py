@@ -11,6 +11,7 @@ import torch
 import torch.fx
 
 from lightning_remat.capture import _effects, _ops
+from lightning_remat.capture._nodes import new_values
 from lightning_remat.errors import CaptureError
 
 aten = torch.ops.aten
@@ -32,12 +33,12 @@ def refuse_other_second_evaluations(graph: torch.fx.Graph, draws_anew: bool) -> 
         draws_anew: whether there are checkpoints with ``preserve_rng_state=False``.
 
     Raises:
-        CaptureError: for batch norm, whose running statistics move with each evaluation, for random numbers that are drawn
-            anew, and for what is called for its effect, checks and messages excepted (see `tells`).
+        CaptureError: for batch norm, whose running statistics move with each evaluation, for other buffers that are written to
+            (counters), for random numbers that are drawn anew, and for what is called for its effect, checks and messages
+            excepted (see `tells`).
     """
-    for node in graph.nodes:
-        if node.op != "call_function" or "RECOMPUTE" not in getattr(node.meta.get("recompute"), "name", ""):
-            continue
+    again = dict.fromkeys(node for node in graph.nodes if node.op == "call_function" and _is_evaluated_again(node))
+    for node in again:
         if _moves_statistics(node):
             raise CaptureError(
                 f"{node.name} is a batch norm inside of torch.utils.checkpoint, where eager mode moves its running statistics "
@@ -54,6 +55,28 @@ def refuse_other_second_evaluations(graph: torch.fx.Graph, draws_anew: bool) -> 
                 "eager mode's second evaluation; set preserve_rng_state=True, or take the checkpoint away (what is evaluated "
                 "again is planned)"
             )
+    for value, written in new_values(graph, graph.output_node().args[0]) if again else ():  # type: ignore[arg-type]
+        if again.keys() & _between(written, value):
+            raise CaptureError(
+                f"{written.name} is written to inside of torch.utils.checkpoint, twice a step in eager mode; write to it "
+                "outside, or take the checkpoint away (what is evaluated again is planned)"
+            )
+
+
+def _between(first: torch.fx.Node, last: torch.fx.Node) -> set[torch.fx.Node]:
+    """The nodes that one follows from and that follow from the other: an input's values, among others, as it is written to."""
+    following, leading = {first}, {last}
+    for node in first.graph.nodes:
+        if not following.isdisjoint(node.all_input_nodes):
+            following.add(node)
+    for node in reversed(first.graph.nodes):
+        if node in leading:
+            leading.update(node.all_input_nodes)
+    return following & leading
+
+
+def _is_evaluated_again(node: torch.fx.Node) -> bool:
+    return "RECOMPUTE" in getattr(node.meta.get("recompute"), "name", "")
 
 
 def _moves_statistics(node: torch.fx.Node) -> bool:

@@ -46,6 +46,24 @@ class CheckpointedOtherNoise(Checkpointed):
     preserve = False
 
 
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return x.tanh()
+
+
+class CheckpointedCounter(Checkpointed):
+    """The second evaluation counts once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, Counted())
+
+
 class CheckpointedInSegments(Checkpointed):
     def features(self, x: torch.Tensor) -> torch.Tensor:
         return torch.utils.checkpoint.checkpoint_sequential(self.net, 3, x, use_reentrant=False)
@@ -72,6 +90,7 @@ def test_whole(make: type[Wild]) -> None:
 NOT_CAPTURED = [
     (CheckpointedSelectively, "TORCH_LOGS" if OLD else "context_fn"),
     (CheckpointedBatchNorm, "a batch norm inside of torch.utils.checkpoint"),
+    (CheckpointedCounter, "is written to inside of torch.utils.checkpoint"),
     (CheckpointedOtherNoise, "draws random numbers inside of torch.utils.checkpoint"),
 ]
 
