@@ -15,10 +15,6 @@ Shapes = tuple[tuple[tuple[int, ...], torch.dtype, torch.device, bool], ...]
 """Shape, dtype, device and ``requires_grad`` of every tensor that a call is given."""
 
 
-BEGUN = 3
-"""Calls by plans after which training has begun: until then, a budget that cannot be held is an error."""
-
-
 class Call:
     """The present call of a step, or the last one as long as no other has begun.
 

@@ -24,7 +24,7 @@ from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._surroundings import Surroundings, Weights, replay_bytes
 from lightning_remat.planner._tiling import cheapest, forms
 from lightning_remat.planner._together import Part
-from lightning_remat.runtime._call import BEGUN, Call, Shapes
+from lightning_remat.runtime._call import Call, Shapes
 from lightning_remat.runtime._graph import Graph
 from lightning_remat.runtime._moving import WATCHED_RUNS
 from lightning_remat.runtime._planning import Planning
@@ -137,21 +137,23 @@ class Plans:
             The graph with costs, the same with the memory that is held beside it, its plan, that memory, and the CUDA
             device's memory.
         """
-        return self._or_smallest(
-            functools.partial(self._first_within, captured, weights, whole, room_bytes, staged=staged)
-        )
-
-    def _or_smallest(self, make: Callable[[], _Made], smallest: Callable[[], _Made] | None = None) -> _Made:
-        """What is made within the budget; the smallest, where a share is too little for a batch after training has begun."""
+        make = functools.partial(self._first_within, captured, weights, whole, room_bytes, staged=staged)
         try:
             return make()
         except InfeasibleBudgetError as error:
-            share = parse_budget(self.planning.config.budget).kind is BudgetKind.SHARE
-            if not share or self._call.planned < BEGUN:
-                raise
-            self._reasons.share_is_too_small(error)
-            with self.planning.smallest():
-                return (smallest or make)()
+            return self.or_smallest(error, make)
+
+    def or_smallest(self, error: InfeasibleBudgetError, make: Callable[[], _Made]) -> _Made:
+        """What is made in the place of what is infeasible: the smallest, if the budget is a share and a call has run by plans.
+
+        Raises:
+            InfeasibleBudgetError: the ``error`` elsewhere.
+        """
+        if parse_budget(self.planning.config.budget).kind is not BudgetKind.SHARE or not self._call.planned:
+            raise error
+        self._reasons.share_is_too_small(error)
+        with self.planning.smallest():
+            return make()
 
     def _first_within(
         self, captured: CapturedGraph, weights: Weights, whole: bool, room_bytes: int, *, staged: bool
@@ -236,8 +238,7 @@ class Plans:
 
     def together(self, parts: Sequence[Part], fixed: Sequence[int], memory: DeviceMemory | None) -> list[Plan]:
         """Plans for the graphs of a call together; the first graphs keep their plans, by their numbers in ``fixed``."""
-        schedules = [self.all[number].schedule for number in fixed]
-        return self._or_smallest(lambda: self.planning.together(parts, schedules, memory))
+        return self.planning.together(parts, [self.all[number].schedule for number in fixed], memory)
 
     def again(self, graph: Graph, *, part: bool = False) -> None:
         """Plan a graph again if its plan is over the lowered budget, or has no room for copies of changing buffers.
@@ -314,7 +315,10 @@ class Plans:
                 try:
                     _, plan = soon()
                 except InfeasibleBudgetError:
-                    _, plan = self._or_smallest(within, soon)
+                    try:
+                        _, plan = within()
+                    except InfeasibleBudgetError as error:
+                        _, plan = self.or_smallest(error, soon)
             return self.add(plan, graph), plan
 
         def measure(captured: CapturedGraph) -> CapturedGraph:

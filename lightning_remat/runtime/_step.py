@@ -33,7 +33,7 @@ from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._surroundings import Surroundings
 from lightning_remat.runtime._agreement import Agreement
 from lightning_remat.runtime._backend import Backend, NoPacking, NoSymbols, Stop
-from lightning_remat.runtime._call import BEGUN, Call, Shapes, shapes_of
+from lightning_remat.runtime._call import Call, Shapes, shapes_of
 from lightning_remat.runtime._captures import Captures
 from lightning_remat.runtime._improving import Improving
 from lightning_remat.runtime._measuring import Measuring
@@ -53,6 +53,10 @@ ObserveOp = Callable[[str, str, tuple[Any, ...], dict[str, Any], Callable[[], An
 
 TIGHTER = 0.8
 """Share of the bytes between the floor and the peak of a plan that ran out of memory that the next plan may take."""
+
+
+BEGUN = 3
+"""Calls of the same shapes by plans after which training has begun: until then, a size that cannot be held is an error."""
 
 
 def _with_homes(around: Callable[[], Surroundings]) -> Surroundings:
@@ -342,9 +346,10 @@ class ScheduledStep:
             try:
                 self._paths.plan(shapes, path)
             except InfeasibleBudgetError as error:
-                if not self._goes_on(error):
-                    raise
-                self._paths.plan(shapes, path)
+                if self._goes_on(error):
+                    self._paths.plan(shapes, path)
+                else:
+                    self._plans.or_smallest(error, lambda: self._paths.plan(shapes, path))
             planned = self._paths.numbers(shapes, path) if self.leave_alone and self._is_sharded else None
             if planned and self._fits_as_it_is(planned):
                 self._plans.plain[shapes] = max(planned, key=lambda i: self.plans[i].baseline_peak_bytes)

@@ -238,6 +238,13 @@ def trimmed(module: Words, ids: Tensor, mask: Tensor) -> Tensor:
     return (module.losses(ids[:, :longest]) * mask[:, :longest]).sum()
 
 
+def trimmed_and_written(module: Words, ids: Tensor, mask: Tensor) -> Tensor:
+    longest = mask.sum(1).max()
+    ids, mask = ids[:, :longest], mask[:, :longest]
+    ids[ids == 3] = 4
+    return (module.losses(ids) * mask).sum() / (ids != 4).sum().item()
+
+
 def trimmed_and_asked(module: Words, ids: Tensor, mask: Tensor) -> Tensor:
     ids = ids[:, : mask.sum(1).max().item()]
     known = torch.arange(ids.shape[1]) < mask.sum(1)[:, None]
@@ -285,7 +292,20 @@ def by_class(module: Words, ids: Tensor, mask: Tensor) -> Tensor:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "use", [balanced, by_class, trimmed, trimmed_and_asked, cut_off, counting, repeated, found, selected, in_a_loop]
+    "use",
+    [
+        balanced,
+        by_class,
+        trimmed,
+        trimmed_and_written,
+        trimmed_and_asked,
+        cut_off,
+        counting,
+        repeated,
+        found,
+        selected,
+        in_a_loop,
+    ],
 )
 def test_sizes_that_follow_from_values_become_symbols(use: Use) -> None:
     step = check(use)

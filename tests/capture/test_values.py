@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -217,6 +218,25 @@ def test_batches_of_two_types_are_captured_once_each() -> None:
     types = torch.float64, torch.float16
     step = same(call, lambda number: (torch.randn(4, 8).abs().to(types[number % 2]),), 12)
     assert len(step._step._plans.graphs) == 2 and sum(step.runs) == 12
+
+
+def test_powers_of_negative_numbers() -> None:
+    def call(net: nn.Linear, x: Tensor) -> tuple[Tensor, Any]:
+        mean = x.mean().item()
+        return net(x).sum() * (1 + mean**2) + mean**3, mean**2
+
+    step = same(call, lambda number: (torch.randn(4, 8) * (-1) ** number,), 6)
+    assert sum(step.runs) == 6 and not step.failures
+
+
+def test_what_the_step_does_not_come_to_warns_of_nothing() -> None:
+    def call(net: nn.Linear, x: Tensor) -> tuple[Tensor]:
+        spread = x.std(0).mean().item() if len(x) > 1 and x.sum() > 0 else 1.0
+        return (net(x).sum() * spread,)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        same(call, lambda number: (torch.randn(4 if number < 4 else 1, 8).abs() * (-1) ** number,), 8)
 
 
 def test_a_list_is_written_to_once() -> None:

@@ -106,6 +106,7 @@ class VaryingNumbers:
             (VariableBuilder, "wrap_symint", wrap_integer),
             (_BUILDER, "is_int_specialization_case", is_special),
             (torch.SymInt, "__round__", _round),
+            (torch.SymFloat, "__pow__", _power),
             (BuiltinVariable, "call_function", functools.partialmethod(_called, BuiltinVariable.call_function)),
         )
         with replaced(replacements), _rounding_as_python_does(), _formatting_as_python_does():
@@ -157,6 +158,14 @@ def _round(number: torch.SymInt, ndigits: int | None = None) -> Any:
     return _OWN_ROUND(number, ndigits) if ndigits is None or ndigits >= 0 else round(int(number), ndigits)
 
 
+_OWN_POWER: Any = torch.SymFloat.__pow__
+
+
+def _power(number: torch.SymFloat, exponent: Any) -> Any:
+    """``number ** exponent``, also of a negative number, where the exponent is an integer."""
+    return number.__float_pow__(exponent) if type(exponent) is int else _OWN_POWER(number, exponent)
+
+
 _COMPARED: dict[Any, Any] = {min: operator.lt, max: operator.gt}
 _PRODUCTS = (operator.mul, operator.imul)
 
@@ -198,7 +207,7 @@ _BUILDER: Any = builder
 _RETURNED = re.compile(r"L\['___stack\d+'\](\[[^\]]*\])*")
 """Dynamo's name for what a call has returned at which the graph breaks, and for items of that."""
 
-_ROUNDED = {"add": "+", "sub": "-", "mul": "*"}
+_ROUNDED = {"add": "+", "sub": "-", "mul": "*", "float_pow": "**"}
 
 
 @contextlib.contextmanager

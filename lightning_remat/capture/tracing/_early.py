@@ -16,12 +16,14 @@ import functools
 import inspect
 import operator
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from lightning_remat._replaced import replaced
 from lightning_remat.capture._torch import (
     Source,
     VariableTracker,
@@ -39,7 +41,7 @@ from lightning_remat.capture.tracing._values import value_of
 Found = Callable[[Any], torch.Tensor]
 """Computes a tensor from a value that is given to a step."""
 
-_ERRORS = AttributeError, LookupError, TypeError, ValueError, RuntimeError, ArithmeticError
+_ERRORS = AttributeError, LookupError, TypeError, ValueError, RuntimeError, ArithmeticError, Warning
 
 MOST_INTEGERS = 4
 """Integers that are asked for before a step: each value may be a capture more."""
@@ -125,9 +127,12 @@ class Early:
             return
         bound.apply_defaults()
         self._local = {**self._own.local, **bound.arguments, _EARLY: self.values}
-        for key, entry in self._entries.items():
-            with contextlib.suppress(*_ERRORS):
-                setattr(self.values, self._names[key], entry.of(self._at))
+        if not self._entries:
+            return
+        with replaced(((warnings, "showwarning", _say_nothing),)):  # the step may not come to what is warned of
+            for key, entry in self._entries.items():
+                with contextlib.suppress(*_ERRORS):
+                    setattr(self.values, self._names[key], entry.of(self._at))
 
     def leave_what_varies(self) -> bool:
         """Before a call: leave to Dynamo what has had too many sets of answers, from now on; returns whether anything has."""
@@ -304,6 +309,10 @@ class Early:
         """Where a source's value is found, in words that are the same in each capture."""
         place = source_name(source)
         return self._places.get(place, place)
+
+
+def _say_nothing(*_warning: Any, **_of: Any) -> None:
+    pass
 
 
 def _is_same(one: Any, other: Any) -> bool:

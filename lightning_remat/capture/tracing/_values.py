@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from lightning_remat.capture._torch import (
     copied,
     given,
     hint,
-    tensor_leaves,
     without_functions_of_ones_own,
 )
 
@@ -68,6 +67,9 @@ _UNDERSTOOD = {
 }
 """Ops by which a value may be computed from tensors of the batch or from constants: none draws random numbers or
 depends on state."""
+
+_PICKING = {"gather", "index_select", "take_along_dim", "one_hot", "scatter", "index_fill"}
+"""Of these, those that are given indices in a tensor, as ``getitem`` and ``setitem`` may be."""
 
 _UNDERSTOOD_IN_PLACE = {
     *("add", "sub", "mul", "div", "neg", "abs", "floor", "ceil", "round", "clamp", "exp", "log", "sqrt", "pow"),
@@ -210,7 +212,8 @@ def value_of(node: torch.fx.Node) -> Value | None:
     writing = [one for one in needed if _written_by(one)]
     written = set[int]().union(*map(_written_by, writing))
     copies = set[torch.fx.Node]().union(*(_seen_through(one.args[0]) for one in writing))
-    nbytes = sum(hint(tensor.nbytes) for one in copies for tensor in tensor_leaves(one.meta.get("example_value")))
+    tensors = (tensor for one in copies for tensor in _tensors(one))
+    nbytes = sum(hint(tensor.numel()) * tensor.element_size() for tensor in tensors)
     if any(memory[one] > 1 for one in written) or nbytes > _MOST_COPIED:  # each would have a copy of its own
         return None
     sources, copied_ones = (
@@ -249,7 +252,7 @@ def _needed(node: torch.fx.Node) -> list[torch.fx.Node] | None:
             needed.update(one.all_input_nodes)
             read |= _memory(one.all_input_nodes)
     for one in needed:
-        for tensor in tensor_leaves(one.meta.get("example_value")):
+        for tensor in _tensors(one):
             if tensor._version > writes[_storage(tensor)]:  # by what no name tells
                 return None
     return [one for one in node.graph.nodes if one in needed]
@@ -257,11 +260,19 @@ def _needed(node: torch.fx.Node) -> list[torch.fx.Node] | None:
 
 def _is_understood(node: torch.fx.Node) -> bool:
     name = _name(node)
-    if not _is_torchs(node) or "out" in node.kwargs:
+    if not _is_torchs(node) or "out" in node.kwargs or _may_abort(node):
         return False
     if name == "getattr":
         return node.args[1] in _ATTRIBUTES
     return name in _UNDERSTOOD or name in _OPERATORS or (name.endswith("_") and name[:-1] in _UNDERSTOOD_IN_PLACE)
+
+
+def _may_abort(node: torch.fx.Node) -> bool:
+    """Whether an index that is out of range would end the process's use of a device: the step may not come to this op."""
+    picks = _name(node).removesuffix("_") in _PICKING or (
+        _name(node) in {"getitem", "setitem"} and len(node.all_input_nodes) > 1
+    )
+    return picks and any(tensor.device.type != "cpu" for one in node.all_input_nodes for tensor in _tensors(one))
 
 
 def _written_by(node: torch.fx.Node) -> set[int]:
@@ -311,7 +322,17 @@ def _is_torchs(node: torch.fx.Node) -> bool:
 
 
 def _memory(nodes: Sequence[torch.fx.Node]) -> set[int]:
-    return {_storage(tensor) for one in nodes for tensor in tensor_leaves(one.meta.get("example_value"))}
+    return {_storage(tensor) for one in nodes for tensor in _tensors(one)}
+
+
+def _tensors(node: torch.fx.Node) -> Iterator[torch.Tensor]:
+    def among(value: Any) -> Iterator[torch.Tensor]:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from (tensor for one in value for tensor in among(one))
+
+    return among(node.meta.get("example_value"))
 
 
 def _storage(tensor: torch.Tensor) -> int:
