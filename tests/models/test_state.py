@@ -13,7 +13,6 @@ from lightning_remat.planner import RematWarning
 from tests.helpers.training import assert_same, fit
 from tests.models.wild import (
     Wild,
-    assert_only_a_rest,
     assert_whole,
     assert_whole_in_several_ways,
     model_name,
@@ -194,7 +193,7 @@ class OwnAverage(Wild):
         self.seen.append(self.average)
 
 
-WHOLE = [OwnMeans, Codebook, RememberedActivation]
+WHOLE = [OwnMeans, Codebook, RememberedActivation, CumulativeBatchNorm]
 
 
 @pytest.mark.parametrize("make", WHOLE, ids=model_name)
@@ -208,14 +207,6 @@ IN_SEVERAL_WAYS = [(OwnAverage, 1, {"val": True}), (CountsInAPart, 2, {})]
 @pytest.mark.parametrize(("make", "plans", "options"), IN_SEVERAL_WAYS, ids=model_name)
 def test_whole_in_several_ways(make: type[Wild], plans: int, options: dict[str, Any]) -> None:
     assert_whole_in_several_ways(make, plans, options)
-
-
-A_REST = [CumulativeBatchNorm]
-
-
-@pytest.mark.parametrize("make", A_REST, ids=model_name)
-def test_only_a_rest_is_captured(make: type[Wild]) -> None:
-    assert_only_a_rest(make)
 
 
 def test_captured_until_it_is_given_up() -> None:
