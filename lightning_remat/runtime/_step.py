@@ -54,7 +54,6 @@ ObserveOp = Callable[[str, str, tuple[Any, ...], dict[str, Any], Callable[[], An
 TIGHTER = 0.8
 """Share of the bytes between the floor and the peak of a plan that ran out of memory that the next plan may take."""
 
-
 BEGUN = 3
 """Calls of the same shapes by plans after which training has begun: until then, a size that cannot be held is an error."""
 
@@ -258,8 +257,8 @@ class ScheduledStep:
     def _goes_on(self, error: Exception) -> bool:
         """Whether training that has gone on by plans goes on by the smallest ones, now that the budget cannot be held."""
         calls = self._planned_calls.get(self._call.shapes) or 0
-        if not isinstance(error, InfeasibleBudgetError) or calls < BEGUN or self.config.budget == "min":
-            return False
+        if not isinstance(error, InfeasibleBudgetError) or calls < BEGUN or not self._plans.planning.budget_is_fixed:
+            return False  # for a share, see `Plans.or_smallest`
         self._reasons.no_longer_fits(error)
         self._plans.take_the_smallest()
         return True

@@ -62,14 +62,9 @@ def given(node: torch.fx.Node) -> tuple[Source, int | None] | None:
         tensor = node.args[0] if node.target == "item" else None
         argument = tensor.meta.get("grapharg") if isinstance(tensor, torch.fx.Node) else None
         return (argument.source, None) if argument is not None and argument.pass_arg_as_tensor else None
-    if (
-        argument is None
-        or argument.source is None
-        or argument.pass_arg_as_tensor
-        or not isinstance(example, torch.Tensor)
-    ):
+    if argument is None or argument.pass_arg_as_tensor or not isinstance(example, torch.Tensor):
         return None
-    return argument.source, None
+    return None if argument.source is None else (argument.source, None)
 
 
 def given_now(graph: torch.fx.Graph, source: Source) -> Any:

@@ -133,9 +133,7 @@ def build_number(translator: Any, owner: Any, name: str) -> VariableTracker:
     """While Dynamo traces: a variable for an attribute of an object, an ``int`` or ``float``, that is an input of the graph."""
     building, value = VariableBuilder(translator, attribute_of(translator, owner, name)), getattr(owner, name)
     own: Any = VariableBuilder.wrap_symint if isinstance(value, int) else VariableBuilder.wrap_symfloat
-    known = vars(translator.output).setdefault(
-        "_lightning_remat_numbers", {}
-    )  # of a float, Dynamo keeps the tensor alone
+    known = vars(translator.output).setdefault("_lightning_remat_numbers", {})  # Dynamo keeps a float's tensor alone
     if building.name not in known:
         known[building.name] = _as_input(building, value, own)
     found: VariableTracker = known[building.name]
