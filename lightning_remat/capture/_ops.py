@@ -125,7 +125,7 @@ def spaced(target: OpOverload, form: Callable[..., Any], out: str) -> Callable[.
     def call(
         shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        result = torch.empty_strided(shape, stride, dtype=dtype)
+        result = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
         form(*args, **kwargs, **{out: result})
         return result
 
@@ -253,4 +253,4 @@ def dropout_scale(p: float, dtype: torch.dtype) -> float:
     (0.15 in float32).
     """
     with real_tensors():
-        return float(torch.ones((), dtype=dtype).div_(1.0 - p)) if p < 1.0 else 0.0
+        return float(torch.ones((), dtype=dtype, device="cpu").div_(1.0 - p)) if p < 1.0 else 0.0

@@ -184,9 +184,9 @@ def _seen_to_write(dims: int, dtype: torch.dtype, weights: torch.dtype | None, l
     """
     with torch.no_grad():
         shape = (3, 19, 5, 7, 2)[:dims]
-        numbers = torch.arange(1.0, 1.0 + torch.Size(shape).numel()).reshape(shape)
+        numbers = torch.arange(1.0, 1.0 + torch.Size(shape).numel(), device="cpu").reshape(shape)
         grad, x = ((numbers * step).sin().to(dtype).contiguous(memory_format=layout) for step in (1.7, 2.3))
-        weight = None if weights is None else torch.arange(1.0, 20.0).cos().to(weights)
+        weight = None if weights is None else torch.arange(1.0, 20.0, device="cpu").cos().to(weights)
         _, mean, invstd = aten._native_batch_norm_legit.no_stats(x, weight, weight, True, 0.1, 1e-5)
         rest = (weight, None, None, mean, invstd, True, 1e-5, [True, True, True])
         expected = aten.native_batch_norm_backward.default(grad, x, *rest)

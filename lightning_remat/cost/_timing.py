@@ -41,7 +41,7 @@ def _seconds_on_cpu(run: Callable[[], object]) -> float:
     """
     fastest = math.inf
     spent = 0.0
-    neighbours = torch.empty(NEIGHBOURS_BYTES, dtype=torch.uint8)
+    neighbours = torch.empty(NEIGHBOURS_BYTES, dtype=torch.uint8, device="cpu")
     for count in range(1, MAX_REPEATS // PASSES + 1):
         neighbours.zero_()
         start = time.perf_counter()

@@ -61,7 +61,7 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
     if data.device.type != "cpu":
         return sum_of_words(data)
     found = hashlib.blake2b(data.view(torch.uint8).numpy().data, digest_size=8).digest()
-    return torch.tensor(int.from_bytes(found, "little", signed=True))
+    return torch.tensor(int.from_bytes(found, "little", signed=True), device="cpu")
 
 
 def sum_of_words(data: torch.Tensor) -> torch.Tensor:

@@ -308,7 +308,7 @@ class _Writer:
 
     @staticmethod
     def _state_value() -> torch.Tensor:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def value(self, key: Key) -> Node:
         """The node of the module that stands for this; sizes and constants are written when they are first read.

@@ -210,6 +210,14 @@ def test_a_mode_of_the_users_holds_once() -> None:
         same(call, lambda _: (torch.randn(4, 8),))
 
 
+def test_numbers_are_returned_where_a_device_is_the_default() -> None:
+    def call(net: nn.Linear, x: Tensor) -> tuple[Any, ...]:
+        return net(x).sum(), float(x.abs().max()), 2 * x[0, 0].item(), torch.ones(3)
+
+    with torch.device("cpu"):
+        same(call, lambda _: (torch.randn(4, 8),))
+
+
 def test_batches_of_two_types_are_captured_once_each() -> None:
     def call(net: nn.Linear, x: Tensor) -> tuple[Tensor]:
         number = (x * 0.1).sum().item() * (2 if x.sum() > 0 else 1)

@@ -59,7 +59,7 @@ class _Taping:
 
     def __init__(self, noted: Noted, generator: torch.Generator, given: Mapping[int, int]) -> None:
         self._default, self._given = generator, given
-        self._moves = torch.tensor([[0, offset] for offset in noted.offsets], dtype=torch.int64).view(-1, 2)
+        self._moves = torch.tensor([[0, offset] for offset in noted.offsets], dtype=torch.int64, device="cpu").view(-1, 2)
         self._states = torch.zeros_like(self._moves)
         self._made = list(self._states.view(torch.uint8))
         self._read = 0
@@ -241,7 +241,7 @@ def holders(tensor: torch.Tensor) -> int:
 
 @functools.cache
 def _references_to_one() -> int:
-    return _references(torch.empty(1))
+    return _references(torch.empty(1, device="cpu"))
 
 
 def _references(tensor: torch.Tensor) -> int:

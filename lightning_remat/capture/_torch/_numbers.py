@@ -5,6 +5,7 @@
   make tensors of such floats, which round otherwise: that is left out (``tensorify_python_scalars``; the environment
   variable that turns it off is read once a process in newer releases, by whoever compiles first). ``TensorifyState`` tells
   Dynamo to begin again with a float as a constant, and ``TensorifyScalarRestartAnalysis`` has it begin again.
+* ``SymNodeVariable.as_tensor`` asks modes of the user's.
 * ``SymNode`` simplifies what Python rounds at each operation, and ``_format_value`` forgets a float's format: both are
   corrected.
 """
@@ -108,6 +109,7 @@ class VaryingNumbers:
             (torch.SymInt, "__round__", _round),
             (torch.SymFloat, "__pow__", _power),
             (BuiltinVariable, "call_function", functools.partialmethod(_called, BuiltinVariable.call_function)),
+            (SymNodeVariable, "as_tensor", functools.partialmethod(_as_tensor, SymNodeVariable.as_tensor)),
         )
         with replaced(replacements), _rounding_as_python_does(), _formatting_as_python_does():
             yield
@@ -146,6 +148,16 @@ def _as_input(building: VariableBuilder, value: float, own: Callable[..., Variab
     guard_on(building.source, _is_ordinary, ordinary, "a number with which symbols compute as Python does")
     with torch._dynamo.config.patch(assume_static_by_default=not ordinary, automatic_dynamic_shapes=False):
         return own(building, value, *([DimDynamic.DYNAMIC] if ordinary and isinstance(value, int) else []))
+
+
+def _as_tensor(variable: Any, own: Callable[..., VariableTracker], translator: Any, *args: Any) -> VariableTracker:
+    """A number as a tensor: no mode (as of ``torch.set_default_device``) sees what Python does without a tensor."""
+    state = translator.symbolic_torch_function_state
+    before, state.torch_function_mode_enabled = state.torch_function_mode_enabled, False
+    try:
+        return own(variable, translator, *args)
+    finally:
+        state.torch_function_mode_enabled = before
 
 
 _OWN_ROUND: Any = torch.SymInt.__round__

@@ -64,7 +64,8 @@ NAMES = {
     "NumpyVariable.call_function StringFormatVariable.create StringFormatVariable.python_type",
     "torch._dynamo.variables.nn_module": "UnspecializedNNModuleVariable.call_function",
     "torch._dynamo.variables.optimizer": "OptimizerVariable._set_capturable",
-    "torch._dynamo.variables.tensor": "SymNodeVariable TensorVariable.method___setitem__ TensorVariable.set_name_hint",
+    "torch._dynamo.variables.tensor": "SymNodeVariable SymNodeVariable.as_tensor "
+    "TensorVariable.method___setitem__ TensorVariable.set_name_hint",
     "torch._dynamo.variables.torch": "TorchInGraphFunctionVariable._get_handlers TorchInGraphFunctionVariable.call_function",
     "torch._dynamo.variables.user_defined": "UserDefinedObjectVariable call_random_fn",
     "torch._functorch._aot_autograd.descriptors": "GradAOTOutput InputMutationAOTOutput IntermediateBaseAOTOutput "

@@ -121,4 +121,4 @@ def _numbers(node: Node) -> list[float]:
 def _is_of(number: float, dtype: torch.dtype) -> bool:
     """Whether a number is one of a dtype's."""
     with real_tensors():
-        return torch.tensor(number, dtype=torch.float64).to(dtype).item() == number
+        return torch.tensor(number, dtype=torch.float64, device="cpu").to(dtype).item() == number

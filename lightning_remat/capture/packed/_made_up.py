@@ -51,4 +51,5 @@ def _spread(rows: int, sequences: int, steps: int) -> Tensor:
     while sum(lengths) != rows and (free := [i for i in range(1, sequences) if 1 <= lengths[i] + change <= longest]):
         for i in free[: abs(rows - sum(lengths))]:
             lengths[i] += change
-    return (torch.tensor(lengths) > torch.arange(longest).unsqueeze(1)).sum(1)
+    times = torch.arange(longest, device="cpu").unsqueeze(1)
+    return (torch.tensor(lengths, device="cpu") > times).sum(1)

@@ -30,7 +30,7 @@ KINDS: dict[Callable[..., Any], str] = {
 def pack_rows(x: Tensor, batch_sizes: Tensor, rows: int) -> Tensor:
     """Rows of ``x``, of shape (T, B, ...), packed: (N, ...), with N = ``rows``, the sum of ``batch_sizes``."""
     del rows
-    lengths = (batch_sizes.unsqueeze(1) > torch.arange(x.shape[1])).sum(0)
+    lengths = (batch_sizes.unsqueeze(1) > torch.arange(x.shape[1], device="cpu")).sum(0)
     return pack_padded_sequence(x, lengths).data
 
 

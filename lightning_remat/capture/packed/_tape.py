@@ -143,7 +143,7 @@ def record(
     writer, given = _Writer(tensors, tape), _Given()
 
     with torch.enable_grad(), saved_tensors_hooks(writer.keep, given.find):
-        token = torch.empty(0, requires_grad=True)
+        token = torch.empty(0, device="cpu", requires_grad=True)
         apply: Any = _Begin.apply
         begun = iter(apply(token, *(tensor for tensor, want in zip(tensors, needed, strict=True) if want)))
         inside = [next(begun) if want else tensor.detach() for tensor, want in zip(tensors, needed, strict=True)]

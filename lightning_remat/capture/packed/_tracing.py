@@ -146,7 +146,7 @@ def fuses_equal_lengths(dtype: torch.dtype, enabled: bool) -> bool:
     """
     del enabled  # read by torch
     data, hidden, cell, *weights = (
-        torch.zeros(shape, dtype=dtype) for shape in ((1, 1), *2 * [(1, 1, 1)], *2 * [(4, 1)])
+        torch.zeros(shape, dtype=dtype, device="cpu") for shape in ((1, 1), *2 * [(1, 1, 1)], *2 * [(4, 1)])
     )
     called = []
 
@@ -155,7 +155,8 @@ def fuses_equal_lengths(dtype: torch.dtype, enabled: bool) -> bool:
         return run()
 
     with real_tensors(), torch.no_grad(), observed_ops(note):
-        torch.lstm(data, torch.ones(1, dtype=torch.int64), [hidden, cell], weights, False, 1, 0.0, False, False)
+        ones = torch.ones(1, dtype=torch.int64, device="cpu")
+        torch.lstm(data, ones, [hidden, cell], weights, False, 1, 0.0, False, False)
     return torch.ops.aten.mkldnn_rnn_layer.default in called
 
 
@@ -170,15 +171,15 @@ def _are_numbers(variable: Any) -> bool:
 
 def _batch_sizes(lengths: Any, *, ordered: bool) -> torch.Tensor:
     """How many sequences of these lengths go on at each time: ``int64``, of the longest one's length; on the CPU."""
-    padded = torch.zeros(1).expand(int(torch.as_tensor(lengths).max()), len(lengths), 1)
+    padded = torch.zeros(1, device="cpu").expand(int(torch.as_tensor(lengths).max()), len(lengths), 1)
     return rnn.pack_padded_sequence(padded, lengths, enforce_sorted=ordered).batch_sizes
 
 
 def _rows(lengths: Any) -> torch.Tensor:
     """An empty tensor with as many rows as there are in sequences of these lengths."""
-    return torch.empty(int(torch.as_tensor(lengths).sum()), 0)
+    return torch.empty(int(torch.as_tensor(lengths).sum()), 0, device="cpu")
 
 
 def _sequences(batch_sizes: torch.Tensor) -> torch.Tensor:
     """An empty tensor with as many rows as there are sequences."""
-    return torch.empty(int(batch_sizes[0]), 0)
+    return torch.empty(int(batch_sizes[0]), 0, device="cpu")

@@ -322,12 +322,12 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def _as_dims(answer: bool) -> torch.Tensor:
     """A tensor of no elements, by the dimensions of which Dynamo guards on an answer."""
-    return torch.empty((0,) * (1 + answer), dtype=torch.bool)
+    return torch.empty((0,) * (1 + answer), dtype=torch.bool, device="cpu")
 
 
 def _as_size(number: int) -> torch.Tensor:
     """A tensor of no elements that an integer is the first size of; a negative one by another number of dimensions."""
-    return torch.empty((abs(number), 0, *(0,) * (number < 0)), dtype=torch.bool)
+    return torch.empty((abs(number), 0, *(0,) * (number < 0)), dtype=torch.bool, device="cpu")
 
 
 def _size_of(tx: Any, variable: Any) -> Any:

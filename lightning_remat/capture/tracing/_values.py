@@ -269,9 +269,11 @@ def _is_understood(node: torch.fx.Node) -> bool:
 
 def _may_abort(node: torch.fx.Node) -> bool:
     """Whether an index that is out of range would end the process's use of a device: the step may not come to this op."""
-    picks = _name(node).removesuffix("_") in _PICKING or (
-        _name(node) in {"getitem", "setitem"} and len(node.all_input_nodes) > 1
-    )
+    if _name(node) in {"getitem", "setitem"}:
+        indices = [tensor for one in _nodes(node.args[1]) for tensor in _tensors(one)]
+        picks = any(tensor.dtype is not torch.bool for tensor in indices)  # a mask's shape is looked at before
+    else:
+        picks = _name(node).removesuffix("_") in _PICKING
     return picks and any(tensor.device.type != "cpu" for one in node.all_input_nodes for tensor in _tensors(one))
 
 
@@ -333,6 +335,13 @@ def _tensors(node: torch.fx.Node) -> Iterator[torch.Tensor]:
             yield from (tensor for one in value for tensor in among(one))
 
     return among(node.meta.get("example_value"))
+
+
+def _nodes(argument: Any) -> list[torch.fx.Node]:
+    """The nodes in an argument of a node."""
+    found: list[torch.fx.Node] = []
+    torch.fx.map_arg(argument, found.append)
+    return found
 
 
 def _storage(tensor: torch.Tensor) -> int:
