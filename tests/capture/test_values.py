@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import math
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_remat import rematerialize
+from lightning_remat.capture.tracing._values import _may_abort
 
 
 def written_by_data(x: Tensor) -> None:
@@ -279,3 +281,24 @@ def test_masks_of_other_shapes_are_refused(shape: tuple[int, ...], writes: bool)
     step = rematerialize(functools.partial(call, nn.Linear(8, 8)), "min", time_limit=0.5, cost_model="unit")
     with pytest.raises(IndexError, match="does not match the shape of the indexed tensor"):
         step(torch.randn(4, 8), torch.ones(shape, dtype=torch.bool))
+
+
+def test_on_another_device_what_picks_by_numbers_waits_for_its_turn() -> None:
+    """An index that is out of range ends the process's use of a GPU; a mask does not."""
+    graph = torch.fx.Graph()
+
+    def given(tensor: Tensor) -> torch.fx.Node:
+        node = graph.placeholder("given")
+        node.meta["example_value"] = tensor
+        return node
+
+    for device, aborts in (("cpu", False), ("meta", True)):
+        made = torch.empty(5, 2, device=device)
+        x, mask, index = given(made), given(made > 0), given(made[:, 0].long())
+        for key in (index, (slice(None), index), (mask, index)):
+            assert _may_abort(graph.call_function(operator.getitem, (x, key))) == aborts
+            assert _may_abort(graph.call_function(operator.setitem, (x, key, 0.0))) == aborts
+        for key in (mask, 0, (slice(None), 1), (None, ..., mask)):
+            assert not _may_abort(graph.call_function(operator.getitem, (x, key)))
+            assert not _may_abort(graph.call_function(operator.setitem, (x, key, x)))
+        assert _may_abort(graph.call_function(torch.gather, (x, 0, index))) == aborts
