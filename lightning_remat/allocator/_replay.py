@@ -79,13 +79,13 @@ class Holdings:
         segments: what the allocator holds when the first step begins, with parameters, buffers and a batch in it, which
             stand for those of all steps. Without segments, parameters and buffers are allocated anew, one after the other, and
             a batch with each step.
-        state_bytes: those of the graph's resident bytes that are allocated after the first step (the optimizer's
-            state).
+        later_bytes: those of the graph's resident bytes that are allocated after the first step (the optimizer's
+            state, and gradients to which each step adds).
     """
 
     settings: AllocatorSettings = DEFAULTS
     segments: tuple[Segment, ...] = ()
-    state_bytes: int = 0
+    later_bytes: int = 0
 
 
 NOTHING = Holdings()
@@ -247,7 +247,7 @@ class _Run:
         """Allocate what is there before the first step."""
         self.at = "parameters and buffers"
         if not self.holdings.segments:
-            others = max(0, self.graph.resident_bytes - self.holdings.state_bytes)
+            others = max(0, self.graph.resident_bytes - self.holdings.later_bytes)
             for nbytes in (*self._static, *in_blocks_like(self._static, others)):
                 self.allocator.allocate(nbytes)
 
@@ -275,8 +275,8 @@ class _Run:
             for block in own:
                 allocator.free(block)
         if first:
-            self.at = "the optimizer's state"
-            for nbytes in in_blocks_like(self._static, self.holdings.state_bytes):
+            self.at = "the optimizer's state, or gradients"
+            for nbytes in in_blocks_like(self._static, self.holdings.later_bytes):
                 allocator.allocate(nbytes)
 
     def _play(self, events: Sequence[Event], live: dict[int, Block | None]) -> None:

@@ -114,7 +114,7 @@ def compact(target: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 @functools.cache
 def spaced(target: OpOverload, form: Callable[..., Any], out: str) -> Callable[..., torch.Tensor]:
-    """``target`` with a result that has gaps: a function of its shape, strides and dtype before the op's own arguments.
+    """``target`` with a result that has gaps: a function of its shape, strides, dtype and device before the op's own arguments.
 
     Args:
         target: the op.
@@ -123,9 +123,14 @@ def spaced(target: OpOverload, form: Callable[..., Any], out: str) -> Callable[.
     """
 
     def call(
-        shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, *args: Any, **kwargs: Any
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        *args: Any,
+        **kwargs: Any,
     ) -> torch.Tensor:
-        result = torch.empty_strided(shape, stride, dtype=dtype, device="cpu")
+        result = torch.empty_strided(shape, stride, dtype=dtype, device=device)
         form(*args, **kwargs, **{out: result})
         return result
 

@@ -181,12 +181,12 @@ class DeviceAllocator:
         self._option = option
         self._before: str | None = None
 
-    def memory(self, device: torch.device, *, state_bytes: int = 0, begins: bool = True) -> DeviceMemory | None:
+    def memory(self, device: torch.device, *, later_bytes: int = 0, begins: bool = True) -> DeviceMemory | None:
         """What is known of a device's memory now; ``None`` on the CPU, and for an allocator that is not torch's own.
 
         Args:
             device: where the step runs.
-            state_bytes: bytes that the optimizers' state will take there after the first step.
+            later_bytes: bytes that will be taken there for good after the first step (see `Surroundings.later_bytes`).
             begins: no step has run yet: what the allocator holds now is what a step holds throughout, and the batch.
         """
         if device.type != "cuda" or not _is_torchs_own():
@@ -199,7 +199,7 @@ class DeviceAllocator:
             return None
         torch.cuda.empty_cache()  # free segments of earlier work are no part of the step
         return DeviceMemory(
-            holdings=Holdings(settings, held_segments(device) if begins else (), state_bytes),
+            holdings=Holdings(settings, held_segments(device) if begins else (), later_bytes),
             arrangements=arrangements(self._option, text if self._before is None else self._before),
             limit_bytes=device_bytes(device, margin=0),
         )

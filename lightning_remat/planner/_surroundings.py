@@ -41,6 +41,11 @@ class Surroundings:
     kept_free_bytes: int = 0
     sharded: bool = False
 
+    @property
+    def later_bytes(self) -> int:
+        """What is held all through the step, but only once the first one has run: state, and gradients that are added to."""
+        return self.state_bytes + (self.trainable_bytes if self.old_gradients and self.accumulating else 0)
+
     def put_around(
         self,
         captured: CapturedGraph,

@@ -163,7 +163,7 @@ class Planning:
             unnamed = allocated_bytes(device) - known if device.type == "cuda" and alone else 0
             self._unnamed[device] = max(0, unnamed)
         around = dataclasses.replace(around, resident_bytes=around.resident_bytes + self._unnamed[device])
-        return around, self.allocator.memory(device, state_bytes=around.state_bytes, begins=begins)
+        return around, self.allocator.memory(device, later_bytes=around.later_bytes, begins=begins)
 
     def measured(self, captured: CapturedGraph) -> tuple[CapturedGraph, float]:
         """The graph with the costs of its ops, and the seconds that it took to measure them."""

@@ -333,7 +333,7 @@ def test_the_batch_counts_once() -> None:
 def test_the_optimizers_state_comes_after_the_first_step() -> None:
     graph, schedule = scaled(5, MIB)
     graph = dataclasses.replace(graph, resident_bytes=200 * MIB)
-    late = footprint(graph, schedule, None, Holdings(state_bytes=200 * MIB))
+    late = footprint(graph, schedule, None, Holdings(later_bytes=200 * MIB))
     early = footprint(graph, schedule, None, Holdings())
     assert late.allocated_bytes == early.allocated_bytes  # from the second step on it is there either way
     assert late.reserved_bytes > simulate(graph, schedule).peak_bytes - 200 * MIB

@@ -53,6 +53,22 @@ class Sequences(nn.Module):
         return functional.dropout(found, 0.3).square().mean(), len(found)
 
 
+class Groups(nn.Module):
+    """The nearest neighbours of points, within a distance: in-place writes to what has gaps between its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 8)
+
+    def forward(self, points: Tensor, chosen: Tensor) -> tuple[Tensor, int]:
+        distances, nearest = torch.cdist(points, points).sort(-1)
+        nearest = nearest[:, :, :4]
+        far = distances[:, :, :4] > 1
+        nearest[far] = nearest[:, :, :1].expand_as(nearest)[far]
+        found = self.layer(points)[chosen.view(-1, 1, 1), nearest]
+        return functional.gelu(found).amax(2).square().mean(), len(found)
+
+
 def words() -> tuple[Tensor, Tensor]:
     lengths = torch.randint(2, 13, (4, 1))
     return torch.randint(50, (4, 12)), torch.arange(12) < lengths
@@ -66,23 +82,48 @@ def sequences() -> tuple[Tensor, Tensor]:
     return torch.randn(9, 5, 4), torch.randint(1, 10, (5,))
 
 
-@pytest.mark.parametrize("budget", [1.0, "min"])
-@pytest.mark.parametrize(("make", "batch"), [(Words, words), (Images, images), (Sequences, sequences)])
-def test_bits(make: Callable[[], nn.Module], batch: Callable[[], tuple[Tensor, ...]], budget: float | str) -> None:
+def points() -> tuple[Tensor, Tensor]:
+    return torch.randn(3, 10, 3), torch.randperm(3)
+
+
+USES = [(Words, words), (Images, images), (Sequences, sequences), (Groups, points)]
+
+
+def check(
+    make: Callable[[], nn.Module],
+    batch: Callable[[], tuple[Tensor, ...]],
+    budget: float | str,
+    device: str,
+    default: str,
+) -> None:
     torch.manual_seed(0)
-    eager = make()
+    eager = make().to(device)
     module = copy.deepcopy(eager)
     step = rematerialize(module, budget, time_limit=0.5)
     results: list[list[Any]] = [[], []]
     for number in range(4):
         torch.manual_seed(number)
-        given = batch()
+        given = [one.to(device) for one in batch()]
         for one, call, found in zip((eager, module), (eager, step), results, strict=True):
             torch.manual_seed(100 + number)
             one.zero_grad()
-            with torch.device("meta"):
+            with torch.device(default):
                 loss, beside = call(*given)
                 loss.backward()
             found += [loss.item(), beside, torch.get_rng_state(), *(p.grad for p in one.parameters()), *one.buffers()]
             found[:] = [each.tolist() if isinstance(each, Tensor) else each for each in found]
     assert results[0] == results[1] and step.plans and not step.failures
+
+
+@pytest.mark.parametrize("budget", [1.0, "min"])
+@pytest.mark.parametrize(("make", "batch"), USES)
+def test_bits(make: Callable[[], nn.Module], batch: Callable[[], tuple[Tensor, ...]], budget: float | str) -> None:
+    check(make, batch, budget, "cpu", "meta")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("default", ["cpu", "cuda"])
+@pytest.mark.parametrize(("make", "batch"), [(Words, words), (Groups, points)])
+def test_on_a_gpu(make: Callable[[], nn.Module], batch: Callable[[], tuple[Tensor, ...]], default: str) -> None:
+    check(make, batch, "min", "cuda", default)

@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_remat import rematerialize
-from lightning_remat.allocator import Arrangement, Footprint, Holdings, footprint
+from lightning_remat.allocator import Arrangement, Footprint, Holdings, Segment, footprint
 from lightning_remat.callbacks import RematCallback
 from lightning_remat.callbacks.dashboard import over_prediction, plan_metrics
+from lightning_remat.callbacks.optimizer_state import optimizer_state_bytes
 from lightning_remat.capture import _torch as internals
 from lightning_remat.errors import ConfigError, InfeasibleBudgetError
 from lightning_remat.graph import ComputationGraph, TensorRole
-from lightning_remat.measure import PeakMemory
+from lightning_remat.measure import PeakMemory, held_bytes
 from lightning_remat.planner import Plan, RematConfig, RematWarning, _make, make_plan
 from lightning_remat.planner._device_memory import (
     DeviceAllocator,
@@ -76,7 +77,7 @@ def batch_24() -> tuple[ComputationGraph, int]:
 def planned(allowed: tuple[Arrangement, ...]) -> Plan:
     """``budget="auto"`` there, with these arrangements of memory; without any, by allocated bytes alone."""
     graph, state = batch_24()
-    memory = DeviceMemory(Holdings(state_bytes=state), allowed, DEVICE) if allowed else None
+    memory = DeviceMemory(Holdings(later_bytes=state), allowed, DEVICE) if allowed else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_make, "device_bytes", lambda _device, margin, _held: int((1 - margin) * DEVICE))
         return make_plan(graph, RematConfig(time_limit=10), memory=memory)
@@ -88,7 +89,7 @@ class TestAutoWithinReservedMemory:
     def test_a_plan_by_allocated_bytes_alone_runs_out(self) -> None:
         plan = planned(())
         assert plan.footprint is None and plan.rematerializes
-        taken = footprint(plan.graph, plan.schedule, plan.budget_bytes, Holdings(state_bytes=batch_24()[1]))
+        taken = footprint(plan.graph, plan.schedule, plan.budget_bytes, Holdings(later_bytes=batch_24()[1]))
         assert not taken.fits
 
     @pytest.mark.parametrize("allowed", [ALL[:1], ALL], ids=["leave", "auto"])
@@ -96,7 +97,7 @@ class TestAutoWithinReservedMemory:
         plan = planned(allowed)
         assert plan.footprint is not None and plan.footprint.fits
         assert plan.footprint.arrangement in allowed
-        holdings = Holdings(state_bytes=batch_24()[1])
+        holdings = Holdings(later_bytes=batch_24()[1])
         again = footprint(plan.graph, plan.schedule, plan.budget_bytes, holdings, plan.footprint.arrangement)
         assert again == plan.footprint
         assert plan.predicted_peak_bytes <= plan.predicted_allocated_bytes <= plan.predicted_reserved_bytes
@@ -248,9 +249,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[DeviceMemory]:
     made: list[DeviceMemory] = []
 
     def memory(
-        self: DeviceAllocator, device: torch.device, *, state_bytes: int = 0, begins: bool = True
+        self: DeviceAllocator, device: torch.device, *, later_bytes: int = 0, begins: bool = True
     ) -> DeviceMemory:
-        made.append(DeviceMemory(Holdings(state_bytes=state_bytes), arrangements(self._option, "")))
+        made.append(DeviceMemory(Holdings(later_bytes=later_bytes), arrangements(self._option, "")))
         return made[-1]
 
     monkeypatch.setattr(DeviceAllocator, "memory", memory)
@@ -287,6 +288,30 @@ def test_a_step_is_planned_arranged_and_put_back(seen: list[DeviceMemory], monke
     )
     step.close()
     assert stand_in.text in ("", "expandable_segments:False")
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_gradients_that_are_added_to_are_there_after_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, batches: int
+) -> None:
+    """What the allocator holds when a run begins has neither them in it nor the optimizer's state."""
+    weights = held_bytes(*Classifier().parameters())
+    later: list[int] = []
+
+    def memory(
+        self: DeviceAllocator, device: torch.device, *, later_bytes: int = 0, begins: bool = True
+    ) -> DeviceMemory:
+        held = (Segment(0, MIB, False, ((MIB - 512, True), (512, False))),) if begins else ()
+        later.append(later_bytes)
+        return DeviceMemory(Holdings(segments=held, later_bytes=later_bytes))
+
+    monkeypatch.setattr(DeviceAllocator, "memory", memory)
+    _, _, remat = compare(Classifier, accumulate_grad_batches=batches, plans=None, budget="min")
+    (plan, *_) = remat.plans
+    assert later[0] == optimizer_state_bytes(fit(Classifier).trainer.optimizers, torch.device("cpu")) + weights * (
+        batches > 1
+    )
+    assert plan.predicted_allocated_bytes >= MIB + later[0]
 
 
 def test_the_smallest_peak_is_what_the_allocator_takes(seen: list[DeviceMemory]) -> None:

@@ -36,5 +36,5 @@ def leave_gaps(graph: torch.fx.Graph) -> None:
             continue
         with graph.inserting_before(node):
             sizes = tuple(tuple(size_node(graph, n, symbols) for n in one) for one in (value.shape, value.stride()))
-        node.args = (*sizes, value.dtype, *node.args)
+        node.args = (*sizes, value.dtype, value.device, *node.args)
         node.target = _ops.spaced(node.target, *form)
