@@ -41,8 +41,20 @@ def compared(module: nn.Module, call: Callable[[Callable[..., Any]], Any], monke
     return len(step.plans)
 
 
-@pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("name", ["gpt2", "t5", "swin", "resnet18", "unet", "mobilenet"])
+NETWORKS = ["gpt2", "t5", "swin", "resnet18", "unet", "mobilenet"]
+IN_CI = {"gpt2", "unet"}  # of those under autocast
+
+
+@pytest.mark.parametrize(
+    ("name", "half"),
+    [
+        *(pytest.param(name, False, id=f"{name}-float32") for name in NETWORKS),
+        *(
+            pytest.param(name, True, id=f"{name}-autocast", marks=[] if name in IN_CI else pytest.mark.slow)
+            for name in NETWORKS
+        ),
+    ],
+)
 def test_networks(name: str, half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     work = networks.build(name, "tiny")
 

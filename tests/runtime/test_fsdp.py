@@ -71,7 +71,7 @@ def test_each_process_checks_its_own_step(found):
         assert process["check"].startswith("checked: loss and 41 gradients are bit for bit those of eager mode")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_four_processes(tmp_path):
     processes = run(tmp_path, 4, "plain")["plain"]
     for process in processes:
@@ -80,7 +80,7 @@ def test_four_processes(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", [pytest.param("forward", marks=pytest.mark.slow), "backward"])
 def test_where_one_process_runs_out_of_memory_all_end_with_its_error(tmp_path, where):
     """The others wait for parameters or gradients that do not come; that they end, and do not hang, is what is tested."""
     began = time.monotonic()

@@ -1,0 +1,471 @@
+// A CUDA device for torch's CPU build, with the host's memory and the CPU's kernels.
+//
+// Tensors on it have the dispatch key CUDA. Every op of ATen's that has a kernel for the CPU is run by that kernel, on tensors
+// that share the memory of those that are given; what it returns is copied to the device, but for views and for what was given.
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/extension.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <chrono>
+#include <map>
+#include <mutex>
+#include <set>
+
+namespace {
+
+using c10::Device;
+using c10::DeviceIndex;
+using c10::DeviceType;
+using c10::Stream;
+
+const Device HERE(DeviceType::CUDA, 0);
+
+// -- Streams and events: everything has ended when it returns ---------------------------------------------------------
+
+thread_local c10::StreamId current_stream = 0;
+std::atomic<c10::StreamId> streams{0};
+
+Stream stream_of(c10::StreamId id) {
+  return Stream(Stream::UNSAFE, HERE, id);
+}
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  DeviceType type() const override { return DeviceType::CUDA; }
+  Device exchangeDevice(Device) const override { return HERE; }
+  Device getDevice() const override { return HERE; }
+  void setDevice(Device) const override {}
+  void uncheckedSetDevice(Device) const noexcept override {}
+  DeviceIndex deviceCount() const noexcept override { return 1; }
+
+  Stream getStream(Device) const override { return stream_of(current_stream); }
+  Stream getDefaultStream(Device) const override { return stream_of(0); }
+  Stream getStreamFromGlobalPool(Device, bool) const override { return stream_of(++streams); }
+  Stream getNewStream(Device, int) const override { return stream_of(++streams); }
+  Stream exchangeStream(Stream stream) const override {
+    auto before = stream_of(current_stream);
+    current_stream = stream.id();
+    return before;
+  }
+  void* getStreamNativeHandle(const Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
+  bool queryStream(const Stream&) const override { return true; }
+  void synchronizeStream(const Stream&) const override {}
+  void synchronizeDevice(const DeviceIndex) const override {}
+  void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override {}
+
+  void record(void** event, const Stream&, const DeviceIndex, const c10::EventFlag) const override {
+    using namespace std::chrono;
+    if (!*event) *event = new double;
+    *static_cast<double*>(*event) = duration<double, std::milli>(steady_clock::now().time_since_epoch()).count();
+  }
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<double*>(event); }
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void synchronizeEvent(void*) const override {}
+  double elapsedTime(void* first, void* second, const DeviceIndex) const override {
+    return *static_cast<double*>(second) - *static_cast<double*>(first);
+  }
+};
+
+// -- Memory: what is allocated is counted in blocks of 512 bytes, and all of that is reserved ------------------------
+
+std::mutex lock;
+std::map<void*, int64_t> blocks; // their addresses, and the bytes that were asked for
+int64_t allocated = 0, most_allocated = 0, requested = 0, most_requested = 0, allocations = 0;
+int64_t limit = int64_t(1) << 34;
+
+int64_t in_blocks(int64_t nbytes) {
+  return (nbytes + 511) / 512 * 512;
+}
+
+void release(void* address) {
+  if (!address) return;
+  std::lock_guard<std::mutex> held(lock);
+  auto found = blocks.find(address);
+  TORCH_INTERNAL_ASSERT(found != blocks.end());
+  allocated -= in_blocks(found->second);
+  requested -= found->second;
+  blocks.erase(found);
+  free(address);
+}
+
+struct Memory final : c10::Allocator {
+  c10::DataPtr allocate(size_t nbytes) override {
+    if (nbytes == 0) return {nullptr, nullptr, &release, HERE};
+    std::lock_guard<std::mutex> held(lock);
+    const int64_t own = in_blocks(nbytes);
+    TORCH_CHECK_WITH(OutOfMemoryError, allocated + own <= limit, "CUDA out of memory. Tried to allocate ", nbytes, " bytes");
+    void* address = nullptr;
+    TORCH_CHECK(posix_memalign(&address, 512, own) == 0, "the host has no ", own, " bytes");
+    blocks[address] = nbytes;
+    allocated += own;
+    requested += nbytes;
+    allocations++;
+    most_allocated = std::max(most_allocated, allocated);
+    most_requested = std::max(most_requested, requested);
+    return {address, address, &release, HERE};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t nbytes) const override { memcpy(to, from, nbytes); }
+};
+Memory memory;
+
+at::Tensor empty(c10::IntArrayRef sizes, c10::IntArrayRef strides, caffe2::TypeMeta dtype) {
+  const size_t nbytes = at::detail::computeStorageNbytes(sizes, strides, dtype.itemsize());
+  c10::Storage storage(c10::Storage::use_byte_size_t(), nbytes, memory.allocate(nbytes), &memory, /*resizable=*/true);
+  auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CUDA), dtype);
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+  return made;
+}
+
+// -- Random numbers: a seed and an offset, as Philox has them; each draw is a Mersenne twister's, seeded with both ---
+
+struct RandomState {
+  uint64_t seed = c10::default_rng_seed_val, offset = 0;
+};
+
+struct Generator final : c10::GeneratorImpl {
+  std::shared_ptr<RandomState> now;
+  explicit Generator(std::shared_ptr<RandomState> state)
+      : c10::GeneratorImpl(HERE, c10::DispatchKeySet(c10::DispatchKey::CUDA)), now(std::move(state)) {}
+  void set_current_seed(uint64_t seed) override { *now = {seed, 0}; }
+  void set_offset(uint64_t offset) override { now->offset = offset; }
+  uint64_t get_offset() const override { return now->offset; }
+  uint64_t current_seed() const override { return now->seed; }
+  uint64_t seed() override {
+    set_current_seed(c10::detail::getNonDeterministicRandom());
+    return now->seed;
+  }
+  void set_state(const c10::TensorImpl& state) override {
+    TORCH_CHECK(state.numel() == sizeof(RandomState) && state.is_cpu(), "RNG state is wrong size");
+    memcpy(now.get(), state.data(), sizeof(RandomState));
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    auto state = at::detail::empty_cpu({sizeof(RandomState)}, at::kByte, {}, {}, {}, {});
+    memcpy(state.mutable_data_ptr(), now.get(), sizeof(RandomState));
+    return state.getIntrusivePtr();
+  }
+  void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& other) override {
+    now = static_cast<Generator*>(other.get())->now;
+  }
+  c10::intrusive_ptr<c10::GeneratorImpl> graphsafe_get_state() const override { return c10::make_intrusive<Generator>(now); }
+  Generator* clone_impl() const override { return new Generator(std::make_shared<RandomState>(*now)); }
+};
+
+const at::Generator& default_generator() {
+  static const at::Generator made = at::make_generator<Generator>(std::make_shared<RandomState>());
+  return made;
+}
+
+// While one is alive, the CPU's generator draws a generator's next numbers.
+struct Drawing {
+  at::Generator cpu = at::detail::getDefaultCPUGenerator();
+  at::Tensor before = cpu.get_state();
+  explicit Drawing(RandomState& state) {
+    cpu.set_state(at::detail::createCPUGenerator(state.seed * 1000003 + state.offset).get_state());
+    state.offset += 4;
+  }
+  ~Drawing() { cpu.set_state(before); }
+};
+
+struct CUDAHooks final : at::CUDAHooksInterface { // torch finds it by this name
+  explicit CUDAHooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasCUDA() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex current_device() const override { return 0; }
+  DeviceIndex getCurrentDevice() const override { return 0; }
+  DeviceIndex deviceCount() const override { return 1; }
+  void setCurrentDevice(DeviceIndex) const override {}
+  DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
+  DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
+  int getNumGPUs() const override { return 1; }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetAllocator(DeviceType::CPU); }
+  Device getDeviceFromPtr(void*) const override { return HERE; }
+  at::Generator getNewGenerator(DeviceIndex) const override {
+    return at::make_generator<Generator>(std::make_shared<RandomState>());
+  }
+  const at::Generator& getDefaultGenerator(DeviceIndex) const override { return default_generator(); }
+};
+
+// -- Ops ------------------------------------------------------------------------------------------------------------
+
+// A tensor of the CPU's in the memory of one on the device.
+at::Tensor on_cpu(const at::Tensor& tensor) {
+  void* address = const_cast<void*>(tensor.storage().data());
+  c10::DataPtr data(address, address, [](void*) {}, Device(DeviceType::CPU));
+  c10::Storage storage(
+      c10::Storage::use_byte_size_t(), tensor.storage().nbytes(), std::move(data), c10::GetAllocator(DeviceType::CPU), true);
+  const c10::DispatchKeySet keys(c10::DispatchKey::CPU);
+  auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, tensor.dtype());
+  made.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  made._set_conj(tensor.is_conj());
+  made._set_neg(tensor.is_neg());
+  return made;
+}
+
+struct Pair {
+  at::Tensor own, cpu;
+};
+
+struct Call {
+  const c10::OperatorHandle& op;
+  std::vector<Pair> pairs;
+  RandomState* state = static_cast<Generator*>(default_generator().unsafeGetGeneratorImpl())->now.get();
+  bool draws = op.hasTag(at::Tag::nondeterministic_seeded);
+  bool mixes = op.operator_name().name == "aten::_to_copy" || op.operator_name().name.find("index") != std::string::npos;
+
+  at::Tensor given(const at::Tensor& tensor) {
+    if (!tensor.defined()) return tensor;
+    if (!tensor.is_cuda()) {
+      TORCH_CHECK(
+          mixes || tensor.dim() == 0 || pairs.empty(),
+          "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! (",
+          op.operator_name(), ")");
+      return tensor;
+    }
+    for (const auto& pair : pairs) if (pair.own.is_same(tensor)) return pair.cpu;
+    pairs.push_back({tensor, on_cpu(tensor)});
+    return pairs.back().cpu;
+  }
+
+  c10::IValue given(const c10::IValue& value) {
+    if (value.isTensor()) return given(value.toTensor());
+    if (value.isTensorList()) {
+      std::vector<at::Tensor> found;
+      for (const at::Tensor& one : value.toTensorVector()) found.push_back(given(one));
+      return found;
+    }
+    if (value.isList() && value.toList().elementType()->kind() == c10::TypeKind::OptionalType) {
+      c10::List<std::optional<at::Tensor>> found;
+      for (const c10::IValue& one : value.toListRef()) {
+        found.push_back(one.isNone() ? std::nullopt : std::make_optional(given(one.toTensor())));
+      }
+      return found;
+    }
+    if (value.isDevice() && value.toDevice().is_cuda()) return Device(DeviceType::CPU);
+    if (value.isGenerator() && value.toGenerator().device().is_cuda()) {
+      state = static_cast<Generator*>(value.toGenerator().unsafeGetGeneratorImpl())->now.get();
+      return c10::IValue();
+    }
+    draws = draws && !value.isGenerator();
+    return value;
+  }
+
+  // What an op has given another size or other memory (`out=`) is so on the device too.
+  void resized() {
+    for (const auto& [own, cpu] : pairs) {
+      if (cpu.sizes() == own.sizes() && cpu.storage().data() == own.storage().data()) continue;
+      const auto made = copied(cpu);
+      own.unsafeGetTensorImpl()->set_storage_keep_dtype(made.storage());
+      own.unsafeGetTensorImpl()->set_sizes_and_strides(made.sizes(), made.strides(), 0);
+    }
+  }
+
+  at::Tensor copied(const at::Tensor& tensor) {
+    auto made = empty(tensor.sizes(), tensor.strides(), tensor.dtype());
+    if (tensor.numel() > 0) memcpy(made.mutable_data_ptr(), tensor.const_data_ptr(), made.storage().nbytes());
+    made._set_conj(tensor.is_conj());
+    made._set_neg(tensor.is_neg());
+    return made;
+  }
+
+  at::Tensor taken(const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.is_cpu()) return tensor;
+    for (const auto& [own, cpu] : pairs) if (cpu.is_same(tensor)) return own;
+    for (const auto& [own, cpu] : pairs) {
+      if (!tensor.storage().data() || !cpu.storage().is_alias_of(tensor.storage())) continue;
+      auto view = at::detail::make_tensor<c10::TensorImpl>(
+          c10::TensorImpl::VIEW, c10::Storage(own.storage()), own.key_set(), tensor.dtype());
+      view.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+      view._set_conj(tensor.is_conj());
+      view._set_neg(tensor.is_neg());
+      return view;
+    }
+    return copied(tensor);
+  }
+
+  c10::IValue taken(const c10::IValue& value) {
+    if (value.isTensor()) return taken(value.toTensor());
+    if (!value.isTensorList()) return value;
+    std::vector<at::Tensor> found;
+    for (const at::Tensor& one : value.toTensorVector()) found.push_back(taken(one));
+    return found;
+  }
+};
+
+void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Call call{op};
+  const auto& arguments = op.schema().arguments();
+  const size_t begin = stack->size() - arguments.size();
+  for (size_t i = 0; i < arguments.size(); i++) {
+    auto& value = (*stack)[begin + i];
+    value = arguments[i].name() == "pin_memory" ? c10::IValue() : call.given(value);
+  }
+  {
+    std::optional<Drawing> drawing;
+    if (call.draws) drawing.emplace(*call.state);
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  }
+  call.resized();
+  for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); i++) {
+    (*stack)[i] = call.taken((*stack)[i]);
+  }
+}
+
+caffe2::TypeMeta dtype_of(std::optional<at::ScalarType> dtype) {
+  return dtype ? c10::scalarTypeToTypeMeta(*dtype) : at::get_default_dtype();
+}
+
+at::Tensor empty_strided(
+    c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+    std::optional<Device>, std::optional<bool>) {
+  return empty(C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides), dtype_of(dtype));
+}
+
+at::Tensor empty_memory_format(
+    c10::SymIntArrayRef sizes, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<Device>,
+    std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  const auto shape = C10_AS_INTARRAYREF_SLOW(sizes);
+  auto made = empty(shape, c10::contiguous_strides(shape), dtype_of(dtype));
+  if (format && *format != at::MemoryFormat::Contiguous) made.unsafeGetTensorImpl()->empty_tensor_restride(*format);
+  return made;
+}
+
+at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool) {
+  if (self.is_same(source)) return self;
+  at::Tensor to = self.is_cuda() ? on_cpu(self) : self;
+  const at::Tensor from = source.is_cuda() ? on_cpu(source) : source;
+  at::AutoDispatchBelowADInplaceOrView below;
+  to.copy_(from);
+  return self;
+}
+
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool) {
+  at::Tensor written = to;
+  copy_(written, self, false);
+  return to;
+}
+
+const at::Tensor& resize_(const at::Tensor& self, c10::SymIntArrayRef sizes, std::optional<at::MemoryFormat> format) {
+  const auto shape = C10_AS_INTARRAYREF_SLOW(sizes);
+  if (self.sizes() == shape) return self;
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_sizes_contiguous(shape);
+  auto* storage = self.storage().unsafeGetStorageImpl();
+  const size_t nbytes = at::detail::computeStorageNbytesContiguous(shape, self.itemsize(), self.storage_offset());
+  if (nbytes > storage->nbytes()) {
+    auto data = memory.allocate(nbytes);
+    if (storage->nbytes()) memcpy(data.get(), storage->data(), storage->nbytes());
+    storage->set_data_ptr_noswap(std::move(data));
+    storage->set_nbytes(nbytes);
+  }
+  if (format == at::MemoryFormat::ChannelsLast || format == at::MemoryFormat::ChannelsLast3d) {
+    impl->empty_tensor_restride(*format);
+  }
+  return self;
+}
+
+at::Tensor& set_strided(
+    at::Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(source));
+  impl->set_sizes_and_strides(
+      C10_AS_INTARRAYREF_SLOW(sizes), C10_AS_INTARRAYREF_SLOW(strides), offset.guard_int(__FILE__, __LINE__));
+  return self;
+}
+
+at::Tensor& set_storage(at::Tensor& self, at::Storage source) {
+  const int64_t numel = source.nbytes() / self.itemsize();
+  self.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(source));
+  self.unsafeGetTensorImpl()->set_sizes_contiguous({numel});
+  return self;
+}
+
+at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
+  self.unsafeGetTensorImpl()->set_storage_keep_dtype(source.storage());
+  self.unsafeGetTensorImpl()->set_sizes_and_strides(source.sizes(), source.strides(), source.storage_offset());
+  return self;
+}
+
+at::Tensor& set_empty(at::Tensor& self) {
+  return set_tensor(self, empty({0}, {1}, self.dtype()));
+}
+
+bool is_pinned(const at::Tensor&, std::optional<Device>) {
+  return false;
+}
+
+const std::set<std::string> OWN{
+    "aten::empty.memory_format", "aten::empty_strided", "aten::copy_", "aten::_copy_from", "aten::resize_", "aten::set_",
+    "aten::set_.source_Storage_storage_offset", "aten::set_.source_Storage", "aten::set_.source_Tensor", "aten::is_pinned"};
+
+TORCH_LIBRARY_IMPL(_, CUDA, m) {
+  m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+}
+
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+  m.impl("empty.memory_format", empty_memory_format);
+  m.impl("empty_strided", empty_strided);
+  m.impl("copy_", copy_);
+  m.impl("_copy_from", copy_from);
+  m.impl("resize_", resize_);
+  m.impl("set_", set_empty);
+  m.impl("set_.source_Storage_storage_offset", set_strided);
+  m.impl("set_.source_Storage", set_storage);
+  m.impl("set_.source_Tensor", set_tensor);
+  m.impl("is_pinned", is_pinned);
+}
+
+// Ops that have a kernel for the CPU have it here, and not what torch composes where a device has none.
+void start() {
+  c10::SetAllocator(DeviceType::CUDA, &memory);
+  static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getRegistrationsForDispatchKey(c10::DispatchKey::CPU)) {
+    const auto words = c10::toString(name);
+    const auto op = dispatcher.findOp(name);
+    if (name.name.rfind("aten::", 0) != 0 || OWN.count(words) || !op) continue;
+    if (!op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
+    if (op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) continue;
+    library.impl(words.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+  }
+}
+
+} // namespace
+
+namespace c10::impl {
+C10_REGISTER_GUARD_IMPL(CUDA, Guard);
+}
+namespace at {
+REGISTER_CUDA_HOOKS(CUDAHooks)
+}
+
+PYBIND11_MODULE(simulated_device, m) {
+  m.def("start", &start);
+  m.def("default_generator", [] { return default_generator(); });
+  m.def("set_limit", [](int64_t nbytes) { limit = nbytes; });
+  m.def("reset_peak", [] {
+    std::lock_guard<std::mutex> held(lock);
+    most_allocated = allocated;
+    most_requested = requested;
+  });
+  m.def("statistics", [] {
+    std::lock_guard<std::mutex> held(lock);
+    const int64_t alive = blocks.size();
+    return std::map<std::string, int64_t>{
+        {"allocated", allocated}, {"most allocated", most_allocated}, {"requested", requested},
+        {"most requested", most_requested}, {"allocations", allocations}, {"blocks", alive}};
+  });
+  m.def("blocks", [] {
+    std::lock_guard<std::mutex> held(lock);
+    std::vector<std::pair<int64_t, int64_t>> found;
+    for (const auto& [address, nbytes] : blocks) found.emplace_back(reinterpret_cast<int64_t>(address), nbytes);
+    return found;
+  });
+}
