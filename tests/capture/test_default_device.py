@@ -69,6 +69,14 @@ class Groups(nn.Module):
         return functional.gelu(found).amax(2).square().mean(), len(found)
 
 
+class OfLengths(Sequences):
+    """The lengths are numbers of Python's."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> tuple[Tensor, int]:
+        packed = rnn.pack_padded_sequence(x, lengths.tolist(), enforce_sorted=False)
+        return self.layer(packed)[0].data.square().mean(), len(x)
+
+
 def words() -> tuple[Tensor, Tensor]:
     lengths = torch.randint(2, 13, (4, 1))
     return torch.randint(50, (4, 12)), torch.arange(12) < lengths
@@ -86,7 +94,7 @@ def points() -> tuple[Tensor, Tensor]:
     return torch.randn(3, 10, 3), torch.randperm(3)
 
 
-USES = [(Words, words), (Images, images), (Sequences, sequences), (Groups, points)]
+USES = [(Words, words), (Images, images), (Sequences, sequences), (OfLengths, sequences), (Groups, points)]
 
 
 def check(

@@ -23,6 +23,8 @@ ctypes.CDLL(str(_FOUND), mode=ctypes.RTLD_GLOBAL)
 
 import torch
 
+from lightning_remat._blocks import block_bytes
+
 TOTAL_BYTES = 2**34
 NAME = "Simulated"
 
@@ -85,10 +87,6 @@ class Device(contextlib.AbstractContextManager[None]):
         pass
 
 
-def _blocks(nbytes: int) -> int:
-    return -nbytes % 512 + nbytes
-
-
 def _statistics(found: dict[str, int]) -> dict[str, int]:
     """As ``torch.cuda.memory_stats`` gives them."""
     bytes_of = {
@@ -111,7 +109,7 @@ def _statistics(found: dict[str, int]) -> dict[str, int]:
 
 def _segment(address: int, nbytes: int) -> dict[str, Any]:
     """As ``torch.cuda.memory_snapshot`` gives them: one for each block."""
-    size = _blocks(nbytes)
+    size = block_bytes(nbytes, "cuda")
     block = {"address": address, "size": size, "requested_size": nbytes, "state": "active_allocated"}
     whole = {"device": 0, "address": address, "total_size": size, "allocated_size": size, "segment_type": "large"}
     return {**whole, "stream": 0, "segment_pool_id": (0, 0), "is_expandable": False, "blocks": [block]}

@@ -59,9 +59,8 @@ class _Taping:
 
     def __init__(self, noted: Noted, generator: torch.Generator, given: Mapping[int, int]) -> None:
         self._default, self._given = generator, given
-        self._moves = torch.tensor([[0, offset] for offset in noted.offsets], dtype=torch.int64, device="cpu").view(
-            -1, 2
-        )
+        moves = [[0, offset] for offset in noted.offsets]
+        self._moves = torch.tensor(moves, dtype=torch.int64, device="cpu").view(-1, 2)
         self._states = torch.zeros_like(self._moves)
         self._made = list(self._states.view(torch.uint8))
         self._read = 0

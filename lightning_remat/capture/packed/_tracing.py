@@ -171,13 +171,13 @@ def _are_numbers(variable: Any) -> bool:
 
 def _batch_sizes(lengths: Any, *, ordered: bool) -> torch.Tensor:
     """How many sequences of these lengths go on at each time: ``int64``, of the longest one's length; on the CPU."""
-    padded = torch.zeros(1, device="cpu").expand(int(torch.as_tensor(lengths).max()), len(lengths), 1)
+    padded = torch.zeros(1, device="cpu").expand(int(torch.as_tensor(lengths, device="cpu").max()), len(lengths), 1)
     return rnn.pack_padded_sequence(padded, lengths, enforce_sorted=ordered).batch_sizes
 
 
 def _rows(lengths: Any) -> torch.Tensor:
     """An empty tensor with as many rows as there are in sequences of these lengths."""
-    return torch.empty(int(torch.as_tensor(lengths).sum()), 0, device="cpu")
+    return torch.empty(int(torch.as_tensor(lengths, device="cpu").sum()), 0, device="cpu")
 
 
 def _sequences(batch_sizes: torch.Tensor) -> torch.Tensor:
