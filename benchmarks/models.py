@@ -2,6 +2,7 @@
 
     python benchmarks/models.py                    # all, a row each, written as they come
     python benchmarks/models.py --only 'Bert|monai' --resume
+    python benchmarks/models.py --device cuda      # on a GPU
     python benchmarks/models.py --table            # the rows as Markdown
 
 The architectures are those of `benchmarks.architectures`, one at a time, each in a process of its own with a time limit, so
@@ -10,6 +11,8 @@ twice, since what does not repeat its own bits cannot be compared. Losses, gradi
 the random state after ten steps are compared bit by bit; the peak is that of forward and backward in the last step (the
 second may capture again, where the first has left something behind: a mask that is kept, say; and where more than captured
 graphs runs in a step, the planner itself measures it, and plans again).
+
+On a GPU eager mode is made deterministic, and a peak is all that is allocated there.
 
 Budgets are shares of what can be saved; where one is infeasible, ``"min"`` is run in its place, and after that 1.0.
 """
@@ -37,14 +40,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for when this file is run as a script
 
 import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 
 from benchmarks.architectures import ARCHITECTURES, Architecture, Training
 from benchmarks.common import results
 from benchmarks.common.commands import command_line
 from benchmarks.common.processes import sent_by
+from benchmarks.determinism import settle
 from lightning_remat import InfeasibleBudgetError, Rematerialized, rematerialize
 from lightning_remat.capture import _torch as internals
-from lightning_remat.measure import held_bytes, peak_memory
+from lightning_remat.measure import held_bytes, track_peak
 from lightning_remat.report import format_bytes
 
 FORMAT, FORMAT_VERSION = "lightning_remat.models", 1
@@ -180,17 +185,23 @@ class _Run:
     graphs: int
 
 
-def examine(architecture: Architecture, shares: Sequence[float | str] = SHARES, time_limit: float = 2.0) -> Row:
+def examine(
+    architecture: Architecture,
+    shares: Sequence[float | str] = SHARES,
+    time_limit: float = 2.0,
+    device: str = "cpu",
+) -> Row:
     """Build an architecture, train it eagerly and within budgets, and compare.
 
     Args:
         architecture: what to build, anew for each run, with the same seed.
         shares: budgets.
         time_limit: seconds that a solver may take for one plan.
+        device: where to train it.
     """
     row, started = Row(architecture.library, architecture.name, _version(architecture.library)), time.perf_counter()
     try:
-        training = _built(architecture)
+        training = _built(architecture, device)
     except ImportError as error:
         row.trouble = f"not installed ({error})"
         return row
@@ -199,8 +210,11 @@ def examine(architecture: Architecture, shares: Sequence[float | str] = SHARES, 
         return row
     row.parameters = sum(p.numel() for p in training.module.parameters())
     try:
+        if device != "cpu":
+            settle(functools.partial(_step, training))
+            training = _built(architecture, device)
         eager = _train(training, training.module)
-        repeated = _train(again := _built(architecture), again.module)
+        repeated = _train(again := _built(architecture, device), again.module)
     except Exception as error:  # noqa: BLE001 - its own again
         row.trouble = f"does not train in eager mode: {_words(error)}"
         return row
@@ -210,27 +224,29 @@ def examine(architecture: Architecture, shares: Sequence[float | str] = SHARES, 
     del training, again, repeated
     others: list[float | str] = ["min", 1.0]
     for share in shares:
-        found = _plan(architecture, share, eager, time_limit)
+        found = _plan(architecture, share, eager, time_limit, device)
         while found is None and others:
-            found = _plan(architecture, others.pop(0), eager, time_limit)
+            found = _plan(architecture, others.pop(0), eager, time_limit, device)
         row.planned += [found] if found is not None else []
     row.seconds = time.perf_counter() - started
     return row
 
 
-def _built(architecture: Architecture) -> Training:
+def _built(architecture: Architecture, device: str) -> Training:
     torch.manual_seed(0)
-    training = architecture.build()
-    training.module.train()
+    built = architecture.build()
+    training = Training(built.module.to(device).train(), move_data_to_device(built.batch, torch.device(device)))
     gc.collect()
     return training
 
 
-def _plan(architecture: Architecture, asked: float | str, eager: _Run, time_limit: float) -> Planned | None:
+def _plan(
+    architecture: Architecture, asked: float | str, eager: _Run, time_limit: float, device: str
+) -> Planned | None:
     """Some steps within a budget; ``None`` where it is infeasible."""
     found = Planned(asked)
     torch.compiler.reset()
-    training, before = _built(architecture), internals.capture_failures()
+    training, before = _built(architecture, device), internals.capture_failures()
     step = rematerialize(training.module, asked, resident_bytes=eager.state_bytes, time_limit=time_limit)
     try:
         ours = _train(training, step)
@@ -250,7 +266,7 @@ def _plan(architecture: Architecture, asked: float | str, eager: _Run, time_limi
     if left_out := step.scheduled.left_out(training.module):
         found.failures.append(f"not captured: what reads {left_out[0]} and {len(left_out) - 1} parameters more")
     if (plan := step.plan) is not None:
-        found.budget_bytes, found.predicted_peak_bytes = plan.budget_bytes, plan.predicted_peak_bytes
+        found.budget_bytes, found.predicted_peak_bytes = plan.budget_bytes, plan.predicted_allocated_bytes
         found.overhead, found.rematerializes = plan.overhead, plan.rematerializes
     return found
 
@@ -258,6 +274,7 @@ def _plan(architecture: Architecture, asked: float | str, eager: _Run, time_limi
 def _train(training: Training, call: Callable[..., torch.Tensor]) -> _Run:
     """Some steps of a training through ``call``, and some more for their time."""
     module, batch = training.module, training.batch
+    device = next(module.parameters()).device
     parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW([p for _, p in parameters], lr=1e-3)
     numbers: dict[str, torch.Tensor] = {}
@@ -275,26 +292,42 @@ def _train(training: Training, call: Callable[..., torch.Tensor]) -> _Run:
         if number == STEPS - 1:
             runs = _runs(call)
             held = held_bytes(module, batch, optimizer, gradients=True)
-            peak = held + peak_memory(forward_and_backward, "cpu")
+            with track_peak(device) as tracked:
+                forward_and_backward()
+            assert tracked.peak_bytes is not None, tracked.reason
+            peak = held + tracked.peak_bytes if device.type == "cpu" else tracked.allocated_bytes or 0
         else:
             forward_and_backward()
-        numbers[f"loss of step {number + 1}"] = losses[-1].clone()
+        numbers[f"loss of step {number + 1}"] = _copied(losses.pop())
         # No name for the gradients themselves: it would keep them in the next step.
         numbers.update(
-            {f"gradient {number + 1} of {name}": p.grad.clone() for name, p in parameters if p.grad is not None}
+            {f"gradient {number + 1} of {name}": _copied(p.grad) for name, p in parameters if p.grad is not None}
         )
         optimizer.step()
     graphs = _runs(call) - runs
-    numbers.update({name: value.detach().clone() for name, value in module.named_parameters()})
-    numbers.update({name: value.detach().clone() for name, value in module.named_buffers()})
+    numbers.update({name: _copied(value) for name, value in module.named_parameters()})
+    numbers.update({name: _copied(value) for name, value in module.named_buffers()})
     numbers["random state"] = torch.get_rng_state()
+    if device.type == "cuda":
+        numbers["random state of the device"] = torch.cuda.get_rng_state(device)
     state_bytes = held_bytes(optimizer)
     seconds = []
     for _ in range(TIMED):
         started = time.perf_counter()
         forward_and_backward()
+        losses.pop().item()  # waits for a device
         seconds.append(time.perf_counter() - started)
     return _Run(numbers, peak, min(seconds), state_bytes, graphs)
+
+
+def _step(training: Training) -> None:
+    """A forward and a backward in eager mode."""
+    training.module(**training.batch).backward()
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """On the host: what is compared takes no memory of a device."""
+    return tensor.detach().to("cpu", copy=True)
 
 
 def _runs(call: object) -> int:
@@ -345,12 +378,12 @@ def _version(library: str) -> str:
 # -- all of them ------------------------------------------------------------------------------------------------------
 
 
-def _work(number: int, time_limit: float, connection: Any) -> None:
+def _work(number: int, time_limit: float, device: str, connection: Any) -> None:
     """Examine one architecture, and send its row."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     gc.freeze()  # libraries: half a second each time that garbage is collected
-    connection.send(examine(ARCHITECTURES[number], time_limit=time_limit).to_dict())
+    connection.send(examine(ARCHITECTURES[number], time_limit=time_limit, device=device).to_dict())
 
 
 def in_own_process(context: Any, architecture: Architecture, work: Callable[[Any], None], patience: float) -> Row:
@@ -447,6 +480,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="leave out what has a row")
     parser.add_argument("--patience", type=float, default=180.0, help="seconds for one architecture")
     parser.add_argument("--time-limit", type=float, default=2.0, help="seconds of the planner for one plan")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where to train; default: cpu")
     parser.add_argument("--table", action="store_true", help="run nothing: print the rows as Markdown")
     parser.add_argument("--list", action="store_true", help="run nothing: print the names")
     parser.add_argument(
@@ -481,7 +515,7 @@ def _run(chosen: Iterable[int], options: argparse.Namespace) -> None:
             architecture = ARCHITECTURES[number]
             if (architecture.library, architecture.name) in known:
                 continue
-            work = functools.partial(_work, number, options.time_limit)
+            work = functools.partial(_work, number, options.time_limit, options.device)
             row = in_own_process(context, architecture, work, options.patience)
             print(json.dumps(row.to_dict(), allow_nan=False), file=file, flush=True)
             print(

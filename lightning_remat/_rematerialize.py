@@ -154,9 +154,10 @@ def rematerialize(
             module_bytes=held_bytes(*modules, device=device),
             trainable_bytes=held_bytes(trainable, device=device),
             resident_bytes=resident_bytes,
+            named_bytes=resident_bytes,
             old_gradients=old_gradients or accumulating,
             accumulating=accumulating,
-            held_bytes=held_bytes(*modules, gradients=True, device=device) + resident_bytes,
+            held_bytes=held_bytes(*modules, gradients=True, device=device),
         )
         return with_shards(around, modules, device)
 

@@ -257,6 +257,14 @@ def allocated_bytes(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device)
 
 
+def workspace_bytes(device: torch.device) -> int:
+    """Bytes of the workspaces that `allocated_bytes` counts: they are given up here, and taken anew."""
+    internals.clear_workspaces()
+    torch.cuda.synchronize(device)
+    without = torch.cuda.memory_allocated(device)
+    return allocated_bytes(device) - without
+
+
 def _multiply_in_both_threads(device: torch.device) -> None:
     # Where a graph is captured, which is when this is called, AOTAutograd has backwards run in the thread that starts them.
     with (

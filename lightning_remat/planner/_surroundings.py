@@ -27,6 +27,7 @@ class Surroundings:
         accumulating: whether they live through the backward too.
         held_bytes: the part of all this that the process holds already.
         state_bytes: the part of ``resident_bytes`` that is allocated after the first step (the optimizer's state).
+        named_bytes: the part of ``resident_bytes`` that may be held already, or come after the first step: no part of either.
         kept_free_bytes: the part of ``resident_bytes`` that something else will need, and does not hold now.
         sharded: whether graphs are given whole parameters that are let go after them (see `with_shards`).
     """
@@ -38,6 +39,7 @@ class Surroundings:
     accumulating: bool = False
     held_bytes: int = 0
     state_bytes: int = 0
+    named_bytes: int = 0
     kept_free_bytes: int = 0
     sharded: bool = False
 

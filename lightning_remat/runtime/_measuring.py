@@ -206,7 +206,7 @@ class Measuring:
         """Bytes on the device when a step begins, as far as known, without the tensors that it is given."""
         around = self._plans.planning.surroundings()
         if around.module_bytes:
-            return around.held_bytes + around.state_bytes
+            return around.held_bytes + around.state_bytes + around.named_bytes
         graphs = self._plans.graphs
         weights = {key: nbytes for graph in graphs for key, nbytes in graph.weights.items()}
         static = max(graph.captured.static_bytes for graph in graphs)

@@ -20,7 +20,7 @@ from lightning_remat.cost import CostCache, OpCost, cost_model
 from lightning_remat.errors import ScheduleError
 from lightning_remat.graph import ComputationGraph, Host
 from lightning_remat.planner._config import RematConfig
-from lightning_remat.planner._device_memory import DeviceAllocator, DeviceMemory, allocated_bytes
+from lightning_remat.planner._device_memory import DeviceAllocator, DeviceMemory, allocated_bytes, workspace_bytes
 from lightning_remat.planner._host import found_host, why_not, with_host
 from lightning_remat.planner._make import (
     UNPLANNED,
@@ -88,7 +88,8 @@ class Planning:
         self._costs = CostCache()
         self._hosts: dict[torch.device, Host | None] = {}
         self._stays: set[str] = set()  # why tensors stay on the device, as it was told
-        self._unnamed: dict[torch.device, int] = {}  # by device, allocated bytes that nothing known accounts for
+        # by device, allocated bytes that nothing known accounts for, and those that were named and are not there yet
+        self._beside: dict[torch.device, tuple[int, int]] = {}
 
     @property
     def budget_is_fixed(self) -> bool:
@@ -158,12 +159,12 @@ class Planning:
         """
         around = self.surroundings()
         device = captured.device
-        if device not in self._unnamed:
-            known = max(around.held_bytes, captured.static_bytes) + captured.batch_bytes
-            unnamed = allocated_bytes(device) - known if device.type == "cuda" and alone else 0
-            self._unnamed[device] = max(0, unnamed)
-        around = dataclasses.replace(around, resident_bytes=around.resident_bytes + self._unnamed[device])
-        return around, self.allocator.memory(device, later_bytes=around.later_bytes, begins=begins)
+        if device not in self._beside:
+            seen = device.type == "cuda" and alone
+            self._beside[device] = _found_beside(captured, around) if seen else (0, around.named_bytes)
+        unnamed, not_yet = self._beside[device]
+        around = dataclasses.replace(around, resident_bytes=around.resident_bytes + unnamed)
+        return around, self.allocator.memory(device, later_bytes=around.later_bytes + not_yet, begins=begins)
 
     def measured(self, captured: CapturedGraph) -> tuple[CapturedGraph, float]:
         """The graph with the costs of its ops, and the seconds that it took to measure them."""
@@ -388,6 +389,19 @@ class Planning:
         if self.agreement is None:
             return answer()
         return decode(self.agreement.once(question(), lambda: encode(answer())))
+
+
+def _found_beside(captured: CapturedGraph, around: Surroundings) -> tuple[int, int]:
+    """Bytes on a CUDA device that nothing known accounts for, and those of the named ones that are not there yet.
+
+    What is allocated for anything but the graph's arguments and the libraries' workspaces is taken to be what was named.
+    """
+    device = captured.device
+    known = max(around.held_bytes, captured.static_bytes) + captured.batch_bytes
+    workspaces = workspace_bytes(device) if around.named_bytes else 0
+    beside = max(0, allocated_bytes(device) - known)
+    there = min(around.named_bytes, max(0, beside - workspaces))
+    return beside - there, around.named_bytes - there
 
 
 def _calls(graph: ComputationGraph) -> tuple[list[str], list[tuple[tuple[int, ...], str]]]:

@@ -77,7 +77,7 @@ def test_a_row_of_what_is_captured_in_parts() -> None:
 
 
 def test_where_a_share_is_infeasible_the_smallest_budget_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    def plan(_architecture: Architecture, asked: float | str, _eager: Any, _time_limit: float) -> Planned | None:
+    def plan(_architecture: Architecture, asked: float | str, *_others: Any) -> Planned | None:
         return Planned(asked) if asked in ("min", 1.0) else None
 
     monkeypatch.setattr(models, "_plan", plan)

@@ -123,11 +123,16 @@ def test_no_more_is_held_than_at_the_peak(lowered: Lowered, budget: float | str)
         storages = {captured.graph.tensors[t].storage for t in captured.graph.ops[op].outputs}
         besides[first:last] += sum(captured.graph.storages[s] for s in storages)
     assert (held + besides)[schedule.boundary :].max() == most
+    # Each at least once: what is slow when it is measured decides what is evaluated again.
+    evaluated = [captured.nodes[one.op] for one in schedule.steps[schedule.boundary :] if isinstance(one, Compute)]
+    of_norms = [node for node in evaluated if node is not None and node.target is batch_norm_backward]
+    halves = [node for node in evaluated if node is not None and "remat_half" in node.meta]
+    wholes = [node for node in evaluated if node is not None and node.target is aten.convolution_backward.default]
+    wholes = [node for node in wholes if "remat_half" not in node.meta]
+    assert (len({*of_norms}), len({*halves}), len({*wholes})) == (8, 16, 1)
     norms, plain = lowered.calls[batch_norm_backward], lowered.calls[aten.native_batch_norm_backward.default]
-    assert (norms, plain) == (8 - len(room.plain), len(room.plain))
-    halves = sum("remat_half" in node.meta for node in captured.nodes if node is not None)
-    assert halves == 16
-    assert lowered.calls[aten.convolution_backward.default] == halves + 1 - len(room.joined)
+    assert (norms, plain) == (len(of_norms) - len(room.plain), len(room.plain))
+    assert lowered.calls[aten.convolution_backward.default] == len(halves) + len(wholes) - len(room.joined)
     if budget == 1.0:
         assert len(room.plain) >= 6 and len(room.joined) >= 4
 

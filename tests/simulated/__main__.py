@@ -11,7 +11,7 @@ from tests.helpers.places import ROOT
 from tests.simulated import _build
 
 NEED_A_GPU = (
-    *("test_gpu_fusing.py", "test_gpu_recordings.py"),  # Triton, CUDA graphs
+    "test_gpu_fusing.py",  # Triton
     *("cudnn", "mobilenet-v1-cuda", "flash", "attention_on_cuda", "TestAttention"),  # kernels that the CPU has not
     *("LSTM", "GRU", "does_not_repeat"),
     "test_gpu_host.py::test_a_fit",  # beside what a GPU's libraries take, what the test itself holds is little

@@ -41,7 +41,8 @@ def built(name: str, *, links: bool = True) -> Path:
         )
     source = HERE / name
     torch = torch_folder()
-    key = hashlib.sha256(source.read_bytes() + importlib.metadata.version("torch").encode() + sys.version.encode())
+    sources = b"".join(one.read_bytes() for one in (source, *sorted(HERE.glob("*.h"))))
+    key = hashlib.sha256(sources + importlib.metadata.version("torch").encode() + sys.version.encode())
     folder = Path(tempfile.gettempdir()) / f"lightning_remat_simulated_{key.hexdigest()[:16]}"
     made = folder / f"{'simulated_device' if links else source.stem}.so"
     if made.exists():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib.util
+import itertools
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -23,8 +24,6 @@ ctypes.CDLL(str(_FOUND), mode=ctypes.RTLD_GLOBAL)
 
 import torch
 
-from lightning_remat._blocks import block_bytes
-
 TOTAL_BYTES = 2**34
 NAME = "Simulated"
 
@@ -35,6 +34,9 @@ def _compiled() -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+_device = _compiled()
 
 
 class Stream(torch.Stream):
@@ -75,6 +77,32 @@ class Event:
         return (other._at - self._at) * 1e3
 
 
+_pools = itertools.count(1)
+
+
+class Graph:
+    """``torch.cuda.CUDAGraph``: what is recorded is run again, op by op, at the same addresses."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        del keep_graph
+        self._recorded = _device.Graph()
+
+    def capture_begin(self, pool: tuple[int, int] | None = None, **_options: Any) -> None:
+        self._recorded.begin(pool[1] if pool else next(_pools))
+
+    def capture_end(self) -> None:
+        self._recorded.end()
+
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        self._recorded.register(generator)
+
+    def replay(self) -> None:
+        self._recorded.replay()
+
+    def reset(self) -> None:
+        self._recorded.reset()
+
+
 class Device(contextlib.AbstractContextManager[None]):
     """``torch.cuda.device``: there is one only."""
 
@@ -90,7 +118,8 @@ class Device(contextlib.AbstractContextManager[None]):
 def _statistics(found: dict[str, int]) -> dict[str, int]:
     """As ``torch.cuda.memory_stats`` gives them."""
     bytes_of = {
-        **dict.fromkeys(("allocated_bytes", "active_bytes", "reserved_bytes"), ("allocated", "most allocated")),
+        **dict.fromkeys(("allocated_bytes", "active_bytes"), ("allocated", "most allocated")),
+        "reserved_bytes": ("reserved", "most reserved"),
         "requested_bytes": ("requested", "most requested"),
     }
     made = {"num_alloc_retries": 0, "num_ooms": 0, "num_device_alloc": 0, "num_device_free": 0}
@@ -107,12 +136,13 @@ def _statistics(found: dict[str, int]) -> dict[str, int]:
     return made
 
 
-def _segment(address: int, nbytes: int) -> dict[str, Any]:
+def _segment(address: int, nbytes: int, capacity: int, pool: int, live: bool) -> dict[str, Any]:
     """As ``torch.cuda.memory_snapshot`` gives them: one for each block."""
-    size = block_bytes(nbytes, "cuda")
-    block = {"address": address, "size": size, "requested_size": nbytes, "state": "active_allocated"}
-    whole = {"device": 0, "address": address, "total_size": size, "allocated_size": size, "segment_type": "large"}
-    return {**whole, "stream": 0, "segment_pool_id": (0, 0), "is_expandable": False, "blocks": [block]}
+    state = "active_allocated" if live else "inactive"
+    block = {"address": address, "size": capacity, "requested_size": nbytes, "state": state}
+    whole = {"device": 0, "address": address, "total_size": capacity, "allocated_size": capacity * live}
+    pools = {"segment_type": "large", "segment_pool_id": (0, pool), "is_expandable": False}
+    return {**whole, **pools, "stream": 0, "blocks": [block]}
 
 
 def _memory(device: Any) -> dict[str, Callable[..., Any]]:
@@ -129,12 +159,12 @@ def _memory(device: Any) -> dict[str, Callable[..., Any]]:
     return {
         "memory_allocated": lambda _=None: numbers()["allocated"],
         "max_memory_allocated": lambda _=None: numbers()["most allocated"],
-        "memory_reserved": lambda _=None: numbers()["allocated"],
-        "max_memory_reserved": lambda _=None: numbers()["most allocated"],
+        "memory_reserved": lambda _=None: numbers()["reserved"],
+        "max_memory_reserved": lambda _=None: numbers()["most reserved"],
         "reset_peak_memory_stats": lambda _=None: device.reset_peak(),
         "memory_stats": lambda _=None: _statistics(numbers()),
         "memory_snapshot": lambda mempool_id=None: [] if mempool_id else [_segment(*one) for one in device.blocks()],
-        "mem_get_info": lambda _=None: (TOTAL_BYTES - numbers()["allocated"], TOTAL_BYTES),
+        "mem_get_info": lambda _=None: (TOTAL_BYTES - numbers()["reserved"], TOTAL_BYTES),
         "empty_cache": lambda: None,
         "get_allocator_backend": lambda: "native",
         "set_per_process_memory_fraction": set_share,
@@ -178,7 +208,7 @@ def _copied(storage: Any, device: torch.device) -> Any:
 
 def install() -> None:
     """From now on this process has one CUDA device."""
-    device = _compiled()
+    device = _device
     device.start()
     properties = types.SimpleNamespace(
         name=NAME,
@@ -198,12 +228,14 @@ def install() -> None:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda _: None,
-        "synchronize": lambda _=None: None,
+        "synchronize": lambda _=None: device.wait("the device is waited for"),
         "get_device_properties": lambda _=None: properties,
         "get_device_name": lambda _=None: NAME,
         "get_device_capability": lambda _=None: (9, 0),
         "is_bf16_supported": lambda *_, **__: True,
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": device.is_recording,
+        "CUDAGraph": Graph,
+        "graph_pool_handle": lambda: (0, next(_pools)),
         "device": Device,
         "Stream": Stream,
         "Event": Event,
@@ -225,6 +257,8 @@ def install() -> None:
         "_cuda_exchangeDevice": lambda _: 0,
         "_cuda_maybeExchangeDevice": lambda _: 0,
         "_cuda_clearCublasWorkspaces": lambda: None,
+        "_cuda_isCurrentStreamCapturing": device.is_recording,
+        "_host_emptyCache": lambda: None,
         "_cuda_getMemoryFraction": there["get_per_process_memory_fraction"],
     }
     for name, one in of_torch.items():

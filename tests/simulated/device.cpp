@@ -2,7 +2,6 @@
 //
 // Tensors on it have the dispatch key CUDA. Every op of ATen's that has a kernel for the CPU is run by that kernel, on tensors
 // that share the memory of those that are given; what it returns is copied to the device, but for views and for what was given.
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -11,9 +10,12 @@
 
 #include <atomic>
 #include <chrono>
-#include <map>
-#include <mutex>
-#include <set>
+
+#include "cells.h"
+#include "graphs.h"
+#include "memory.h"
+
+using namespace simulated;
 
 namespace {
 
@@ -21,8 +23,6 @@ using c10::Device;
 using c10::DeviceIndex;
 using c10::DeviceType;
 using c10::Stream;
-
-const Device HERE(DeviceType::CUDA, 0);
 
 // -- Streams and events: everything has ended when it returns ---------------------------------------------------------
 
@@ -52,8 +52,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void* getStreamNativeHandle(const Stream stream) const override { return reinterpret_cast<void*>(stream.id()); }
   bool queryStream(const Stream&) const override { return true; }
-  void synchronizeStream(const Stream&) const override {}
-  void synchronizeDevice(const DeviceIndex) const override {}
+  void synchronizeStream(const Stream&) const override { wait("a stream is waited for"); }
+  void synchronizeDevice(const DeviceIndex) const override { wait("the device is waited for"); }
   void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override {}
 
   void record(void** event, const Stream&, const DeviceIndex, const c10::EventFlag) const override {
@@ -64,54 +64,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<double*>(event); }
   void block(void*, const Stream&) const override {}
   bool queryEvent(void*) const override { return true; }
-  void synchronizeEvent(void*) const override {}
+  void synchronizeEvent(void*) const override { wait("an event is waited for"); }
   double elapsedTime(void* first, void* second, const DeviceIndex) const override {
     return *static_cast<double*>(second) - *static_cast<double*>(first);
   }
 };
-
-// -- Memory: what is allocated is counted in blocks of 512 bytes, and all of that is reserved ------------------------
-
-std::mutex lock;
-std::map<void*, int64_t> blocks; // their addresses, and the bytes that were asked for
-int64_t allocated = 0, most_allocated = 0, requested = 0, most_requested = 0, allocations = 0;
-int64_t limit = int64_t(1) << 34;
-
-int64_t in_blocks(int64_t nbytes) {
-  return (nbytes + 511) / 512 * 512;
-}
-
-void release(void* address) {
-  if (!address) return;
-  std::lock_guard<std::mutex> held(lock);
-  auto found = blocks.find(address);
-  TORCH_INTERNAL_ASSERT(found != blocks.end());
-  allocated -= in_blocks(found->second);
-  requested -= found->second;
-  blocks.erase(found);
-  free(address);
-}
-
-struct Memory final : c10::Allocator {
-  c10::DataPtr allocate(size_t nbytes) override {
-    if (nbytes == 0) return {nullptr, nullptr, &release, HERE};
-    std::lock_guard<std::mutex> held(lock);
-    const int64_t own = in_blocks(nbytes);
-    TORCH_CHECK_WITH(OutOfMemoryError, allocated + own <= limit, "CUDA out of memory. Tried to allocate ", nbytes, " bytes");
-    void* address = nullptr;
-    TORCH_CHECK(posix_memalign(&address, 512, own) == 0, "the host has no ", own, " bytes");
-    blocks[address] = nbytes;
-    allocated += own;
-    requested += nbytes;
-    allocations++;
-    most_allocated = std::max(most_allocated, allocated);
-    most_requested = std::max(most_requested, requested);
-    return {address, address, &release, HERE};
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return &release; }
-  void copy_data(void* to, const void* from, size_t nbytes) const override { memcpy(to, from, nbytes); }
-};
-Memory memory;
 
 at::Tensor empty(c10::IntArrayRef sizes, c10::IntArrayRef strides, caffe2::TypeMeta dtype) {
   const size_t nbytes = at::detail::computeStorageNbytes(sizes, strides, dtype.itemsize());
@@ -120,56 +77,6 @@ at::Tensor empty(c10::IntArrayRef sizes, c10::IntArrayRef strides, caffe2::TypeM
   made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
   return made;
 }
-
-// -- Random numbers: a seed and an offset, as Philox has them; each draw is a Mersenne twister's, seeded with both ---
-
-struct RandomState {
-  uint64_t seed = c10::default_rng_seed_val, offset = 0;
-};
-
-struct Generator final : c10::GeneratorImpl {
-  std::shared_ptr<RandomState> now;
-  explicit Generator(std::shared_ptr<RandomState> state)
-      : c10::GeneratorImpl(HERE, c10::DispatchKeySet(c10::DispatchKey::CUDA)), now(std::move(state)) {}
-  void set_current_seed(uint64_t seed) override { *now = {seed, 0}; }
-  void set_offset(uint64_t offset) override { now->offset = offset; }
-  uint64_t get_offset() const override { return now->offset; }
-  uint64_t current_seed() const override { return now->seed; }
-  uint64_t seed() override {
-    set_current_seed(c10::detail::getNonDeterministicRandom());
-    return now->seed;
-  }
-  void set_state(const c10::TensorImpl& state) override {
-    TORCH_CHECK(state.numel() == sizeof(RandomState) && state.is_cpu(), "RNG state is wrong size");
-    memcpy(now.get(), state.data(), sizeof(RandomState));
-  }
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
-    auto state = at::detail::empty_cpu({sizeof(RandomState)}, at::kByte, {}, {}, {}, {});
-    memcpy(state.mutable_data_ptr(), now.get(), sizeof(RandomState));
-    return state.getIntrusivePtr();
-  }
-  void graphsafe_set_state(const c10::intrusive_ptr<c10::GeneratorImpl>& other) override {
-    now = static_cast<Generator*>(other.get())->now;
-  }
-  c10::intrusive_ptr<c10::GeneratorImpl> graphsafe_get_state() const override { return c10::make_intrusive<Generator>(now); }
-  Generator* clone_impl() const override { return new Generator(std::make_shared<RandomState>(*now)); }
-};
-
-const at::Generator& default_generator() {
-  static const at::Generator made = at::make_generator<Generator>(std::make_shared<RandomState>());
-  return made;
-}
-
-// While one is alive, the CPU's generator draws a generator's next numbers.
-struct Drawing {
-  at::Generator cpu = at::detail::getDefaultCPUGenerator();
-  at::Tensor before = cpu.get_state();
-  explicit Drawing(RandomState& state) {
-    cpu.set_state(at::detail::createCPUGenerator(state.seed * 1000003 + state.offset).get_state());
-    state.offset += 4;
-  }
-  ~Drawing() { cpu.set_state(before); }
-};
 
 struct CUDAHooks final : at::CUDAHooksInterface { // torch finds it by this name
   explicit CUDAHooks(at::CUDAHooksArgs) {}
@@ -209,14 +116,33 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
   return made;
 }
 
+// Zeros that lie as a tensor does, in memory of their own: what is recorded has no values, and zero is an index of anything.
+at::Tensor zeros_for(const at::Tensor& tensor) {
+  const at::Tensor there = on_cpu(tensor);
+  const int64_t nbytes = there.storage().nbytes();
+  at::Tensor memory = at::detail::empty_cpu({nbytes}, at::kByte, {}, {}, {}, {});
+  if (nbytes) memset(memory.mutable_data_ptr(), 0, nbytes);
+  there.unsafeGetTensorImpl()->set_storage_keep_dtype(memory.storage());
+  return there;
+}
+
+// Write what a dense tensor holds into another one's memory.
+void write(const at::Tensor& made, const at::Tensor& values) {
+  TORCH_CHECK(made.sizes() == values.sizes() && made.strides() == values.strides(), "it lies otherwise than recorded");
+  if (made.numel()) memcpy(made.mutable_data_ptr(), values.const_data_ptr(), made.storage().nbytes());
+}
+
 struct Pair {
   at::Tensor own, cpu;
 };
 
+// A call of an op with tensors of the CPU's, in the memory of those that are given, or with zeros in their place.
 struct Call {
   const c10::OperatorHandle& op;
+  bool zeros = false;
   std::vector<Pair> pairs;
-  RandomState* state = static_cast<Generator*>(default_generator().unsafeGetGeneratorImpl())->now.get();
+  std::vector<at::Tensor> made; // one for each tensor that is returned; undefined for views and for what was given
+  std::shared_ptr<RandomState> state = state_of(default_generator());
   bool draws = op.hasTag(at::Tag::nondeterministic_seeded);
   bool mixes = op.operator_name().name == "aten::_to_copy" || op.operator_name().name.find("index") != std::string::npos;
 
@@ -227,10 +153,10 @@ struct Call {
           mixes || tensor.dim() == 0 || pairs.empty(),
           "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! (",
           op.operator_name(), ")");
-      return tensor;
+      return recording ? tensor.clone() : tensor;
     }
     for (const auto& pair : pairs) if (pair.own.is_same(tensor)) return pair.cpu;
-    pairs.push_back({tensor, on_cpu(tensor)});
+    pairs.push_back({tensor, zeros ? zeros_for(tensor) : on_cpu(tensor)});
     return pairs.back().cpu;
   }
 
@@ -250,26 +176,34 @@ struct Call {
     }
     if (value.isDevice() && value.toDevice().is_cuda()) return Device(DeviceType::CPU);
     if (value.isGenerator() && value.toGenerator().device().is_cuda()) {
-      state = static_cast<Generator*>(value.toGenerator().unsafeGetGeneratorImpl())->now.get();
+      state = state_of(value.toGenerator());
       return c10::IValue();
     }
     draws = draws && !value.isGenerator();
     return value;
   }
 
+  c10::IValue given(const c10::Argument& argument, const c10::IValue& value) {
+    return argument.name() == "pin_memory" ? c10::IValue() : given(value);
+  }
+
   // What an op has given another size or other memory (`out=`) is so on the device too.
   void resized() {
     for (const auto& [own, cpu] : pairs) {
       if (cpu.sizes() == own.sizes() && cpu.storage().data() == own.storage().data()) continue;
-      const auto made = copied(cpu);
-      own.unsafeGetTensorImpl()->set_storage_keep_dtype(made.storage());
-      own.unsafeGetTensorImpl()->set_sizes_and_strides(made.sizes(), made.strides(), 0);
+      becomes({own, cpu});
     }
+  }
+
+  void becomes(const Pair& pair) {
+    const auto made = copied(pair.cpu);
+    pair.own.unsafeGetTensorImpl()->set_storage_keep_dtype(made.storage());
+    pair.own.unsafeGetTensorImpl()->set_sizes_and_strides(made.sizes(), made.strides(), 0);
   }
 
   at::Tensor copied(const at::Tensor& tensor) {
     auto made = empty(tensor.sizes(), tensor.strides(), tensor.dtype());
-    if (tensor.numel() > 0) memcpy(made.mutable_data_ptr(), tensor.const_data_ptr(), made.storage().nbytes());
+    if (!recording) write(made, tensor);
     made._set_conj(tensor.is_conj());
     made._set_neg(tensor.is_neg());
     return made;
@@ -277,6 +211,7 @@ struct Call {
 
   at::Tensor taken(const at::Tensor& tensor) {
     if (!tensor.defined() || !tensor.is_cpu()) return tensor;
+    made.emplace_back();
     for (const auto& [own, cpu] : pairs) if (cpu.is_same(tensor)) return own;
     for (const auto& [own, cpu] : pairs) {
       if (!tensor.storage().data() || !cpu.storage().is_alias_of(tensor.storage())) continue;
@@ -287,7 +222,7 @@ struct Call {
       view._set_neg(tensor.is_neg());
       return view;
     }
-    return copied(tensor);
+    return made.back() = copied(tensor);
   }
 
   c10::IValue taken(const c10::IValue& value) {
@@ -299,13 +234,89 @@ struct Call {
   }
 };
 
+template <typename Function> void each_tensor(const c10::IValue& value, const Function& function) {
+  if (value.isTensor()) function(value.toTensor());
+  if (value.isTensorList()) for (const at::Tensor& one : value.toTensorVector()) function(one);
+}
+
+const std::set<std::string> WAIT{ // for the device: how large their results are is a matter of values
+    "aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique", "aten::_unique2", "aten::unique_dim",
+    "aten::unique_consecutive", "aten::unique_dim_consecutive", "aten::equal", "aten::bincount"};
+
+bool waits(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
+  const auto& name = op.operator_name().name;
+  if (WAIT.count(name)) return true;
+  if (name == "aten::repeat_interleave") return arguments.back().isNone();
+  if (name.find("index") == std::string::npos) return false;
+  for (const c10::IValue& one : arguments) {
+    if (!one.isList() || one.toList().elementType()->kind() != c10::TypeKind::OptionalType) continue;
+    for (const c10::IValue& index : one.toListRef()) {
+      if (index.isTensor() && (index.toTensor().dtype() == at::kBool || index.toTensor().dtype() == at::kByte)) return true;
+    }
+  }
+  return false;
+}
+
+// What is returned has the sizes and strides that the op gives to zeros in the place of its arguments.
+void record(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  const size_t begin = stack->size() - arguments.size();
+  recording->permits(!waits(op, {stack->begin() + begin, stack->end()}), op.operator_name().name);
+  Call later{op}, now{op, /*zeros=*/true};
+  torch::jit::Stack given;
+  for (size_t i = 0; i < arguments.size(); i++) {
+    auto& value = (*stack)[begin + i];
+    given.push_back(later.given(arguments[i], value));
+    value = now.given(arguments[i], value);
+  }
+  RandomState draws_nothing = *now.state;
+  {
+    std::optional<Drawing> drawing;
+    recording->permits(!now.draws || recording->states.count(now.state), "numbers of an unregistered generator");
+    if (now.draws) drawing.emplace(draws_nothing);
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  }
+  std::vector<std::pair<at::Tensor, at::Tensor>> grown; // `out=` of another size, and where that lies on the device
+  for (size_t i = 0; i < now.pairs.size(); i++) {
+    if (now.pairs[i].cpu.sizes() == now.pairs[i].own.sizes()) continue;
+    now.becomes(now.pairs[i]);
+    grown.emplace_back(later.pairs[i].cpu, on_cpu(now.pairs[i].own));
+  }
+  for (size_t i = stack->size() - op.schema().returns().size(); i < stack->size(); i++) (*stack)[i] = now.taken((*stack)[i]);
+
+  std::vector<at::Tensor> made;
+  for (const at::Tensor& one : now.made) made.push_back(one.defined() ? on_cpu(one) : at::Tensor());
+  for (const auto& [own, cpu] : later.pairs) if (cpu.numel()) recording->addresses.push_back(cpu.storage().data());
+  for (const auto& [cpu, memory] : grown) recording->addresses.push_back(memory.storage().data());
+  for (const at::Tensor& one : made) if (one.defined() && one.numel()) recording->addresses.push_back(one.storage().data());
+  recording->steps.push_back([op, given, made, grown, state = now.draws ? now.state : nullptr] {
+    at::AutoDispatchBelowADInplaceOrView below;
+    torch::jit::Stack stack = given;
+    {
+      std::optional<Drawing> drawing;
+      if (state) drawing.emplace(*state);
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+    }
+    auto to = made.begin();
+    for (const c10::IValue& value : stack) {
+      each_tensor(value, [&to](const at::Tensor& one) {
+        if (!one.defined()) return;
+        const at::Tensor& memory = *to++;
+        if (memory.defined()) write(memory, one);
+      });
+    }
+    for (const auto& [cpu, memory] : grown) write(memory, cpu);
+  });
+}
+
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  if (recording) return record(op, stack);
   Call call{op};
   const auto& arguments = op.schema().arguments();
   const size_t begin = stack->size() - arguments.size();
   for (size_t i = 0; i < arguments.size(); i++) {
     auto& value = (*stack)[begin + i];
-    value = arguments[i].name() == "pin_memory" ? c10::IValue() : call.given(value);
+    value = call.given(arguments[i], value);
   }
   {
     std::optional<Drawing> drawing;
@@ -342,7 +353,16 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool) {
   at::Tensor to = self.is_cuda() ? on_cpu(self) : self;
   const at::Tensor from = source.is_cuda() ? on_cpu(source) : source;
   at::AutoDispatchBelowADInplaceOrView below;
-  to.copy_(from);
+  if (!recording) {
+    to.copy_(from);
+    return self;
+  }
+  recording->permits(self.is_cuda() && source.is_cuda(), "a copy to the host or from it");
+  for (const at::Tensor& one : {to, from}) if (one.numel()) recording->addresses.push_back(one.storage().data());
+  recording->steps.push_back([to, from]() mutable {
+    at::AutoDispatchBelowADInplaceOrView below;
+    to.copy_(from);
+  });
   return self;
 }
 
@@ -420,6 +440,13 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage", set_storage);
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("is_pinned", is_pinned);
+  for (const char* name : {"convolution", "_convolution", "convolution_backward"}) { // CUDA has kernels of its own to choose from
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+  }
+  m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
+  m.impl("_thnn_fused_gru_cell", gru_cell);
+  m.impl("_thnn_fused_gru_cell_backward", gru_cell_backward);
 }
 
 // Ops that have a kernel for the CPU have it here, and not what torch composes where a device has none.
@@ -448,24 +475,18 @@ REGISTER_CUDA_HOOKS(CUDAHooks)
 
 PYBIND11_MODULE(simulated_device, m) {
   m.def("start", &start);
-  m.def("default_generator", [] { return default_generator(); });
+  m.def("default_generator", &default_generator);
   m.def("set_limit", [](int64_t nbytes) { limit = nbytes; });
-  m.def("reset_peak", [] {
-    std::lock_guard<std::mutex> held(lock);
-    most_allocated = allocated;
-    most_requested = requested;
-  });
-  m.def("statistics", [] {
-    std::lock_guard<std::mutex> held(lock);
-    const int64_t alive = blocks.size();
-    return std::map<std::string, int64_t>{
-        {"allocated", allocated}, {"most allocated", most_allocated}, {"requested", requested},
-        {"most requested", most_requested}, {"allocations", allocations}, {"blocks", alive}};
-  });
-  m.def("blocks", [] {
-    std::lock_guard<std::mutex> held(lock);
-    std::vector<std::pair<int64_t, int64_t>> found;
-    for (const auto& [address, nbytes] : blocks) found.emplace_back(reinterpret_cast<int64_t>(address), nbytes);
-    return found;
-  });
+  m.def("reset_peak", &reset_peak);
+  m.def("statistics", &statistics);
+  m.def("blocks", &all_blocks);
+  m.def("is_recording", [] { return recording != nullptr; });
+  m.def("wait", &wait);
+  pybind11::class_<Graph>(m, "Graph")
+      .def(pybind11::init<>())
+      .def("begin", &Graph::begin)
+      .def("end", &Graph::end)
+      .def("replay", &Graph::replay)
+      .def("reset", &Graph::reset)
+      .def("register", [](Graph& graph, const at::Generator& generator) { graph.states.insert(state_of(generator)); });
 }

@@ -40,7 +40,7 @@ if TYPE_CHECKING or not unknown_torch():
         sources_of_gradients,
     )
     from lightning_remat.capture._torch._compiled import COMPILED_CALL, DISABLED, INLINED, ORIGINAL, OptimizedModule
-    from lightning_remat.capture._torch._cuda_graphs import CudaTapes, holders, random_source
+    from lightning_remat.capture._torch._cuda_graphs import CudaTapes, clear_workspaces, holders, random_source
     from lightning_remat.capture._torch._decompositions import calls_cudnn, whole_ops
     from lightning_remat.capture._torch._descriptors import (
         argument_of,
@@ -206,6 +206,7 @@ __all__ = [
     "captured_node",
     "cast",
     "changed_since",
+    "clear_workspaces",
     "collected",
     "compare_handlers",
     "compile_all",

@@ -199,7 +199,7 @@ class CudaTapes:
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         safe = generator.clone_state()
-        _clear_workspaces()  # or there would be one more of each
+        clear_workspaces()  # or there would be one more of each
         try:
             with (
                 torch.cuda.stream(torch.cuda.current_stream(self._device)),  # goes back to it, whatever is raised
@@ -214,7 +214,7 @@ class CudaTapes:
             raise
         # Seed and offset were set to zero on the stream that was recorded, and are set on this one before each replay.
         torch.cuda.synchronize(self._device)
-        _clear_workspaces()
+        clear_workspaces()
         tape = Tape(graph, taping, index)
         self._tapes.add(tape)
         tape.replay(kept)
@@ -230,7 +230,7 @@ class CudaTapes:
         return made.set_(flat.untyped_storage(), 0, tensor.shape, tensor.stride())
 
 
-def _clear_workspaces() -> None:
+def clear_workspaces() -> None:
     """Have cuBLAS give up its workspaces: it takes new ones with its next product on a stream."""
     getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
 
