@@ -43,12 +43,16 @@ def compared(module: nn.Module, call: Callable[[Callable[..., Any]], Any], monke
 
 NETWORKS = ["gpt2", "t5", "swin", "resnet18", "unet", "mobilenet"]
 IN_CI = {"gpt2", "unet"}  # of those under autocast
+SLOW = {"t5"}
 
 
 @pytest.mark.parametrize(
     ("name", "half"),
     [
-        *(pytest.param(name, False, id=f"{name}-float32") for name in NETWORKS),
+        *(
+            pytest.param(name, False, id=f"{name}-float32", marks=pytest.mark.slow if name in SLOW else [])
+            for name in NETWORKS
+        ),
         *(
             pytest.param(name, True, id=f"{name}-autocast", marks=[] if name in IN_CI else pytest.mark.slow)
             for name in NETWORKS

@@ -68,7 +68,7 @@ def test_the_numbers_are_those_of_ddp(found, case):
         assert any(process["runs"])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_sums_over_four_processes_are_those_of_ddp(tmp_path):
     """They depend on where in a bucket a gradient lies, and DDP makes its buckets in the order in which gradients come."""
     for process in run(tmp_path, "four", processes=4)["four"]:

@@ -57,7 +57,7 @@ def test_a_step_is_checked_that_runs_as_a_whole_meanwhile(found):
         assert process["check"].startswith("checked: loss and 20 gradients are bit for bit")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_four_processes_have_the_numbers_of_ddp(tmp_path):
     for process in run(tmp_path, "overlapped-four", processes=4)["overlapped-four"]:
         assert "error" not in process and process["failures"] == [] and process["events"]
@@ -93,7 +93,12 @@ def test_the_measured_peak_is_as_predicted(found, case):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("case", "times"), [("stage fails", 3), ("stage fails, accumulating", 2), ("first stages fail, static", 2)]
+    ("case", "times"),
+    [
+        ("stage fails", 3),
+        pytest.param("stage fails, accumulating", 2, marks=pytest.mark.slow),
+        pytest.param("first stages fail, static", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_backward_is_repeated_whose_gradients_have_left_it_in_part(tmp_path, case, times):
     """The other process waits for the rest of them."""

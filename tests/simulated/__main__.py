@@ -14,7 +14,6 @@ NEED_A_GPU = (
     "test_gpu_fusing.py",  # Triton
     *("cudnn", "mobilenet-v1-cuda", "flash", "attention_on_cuda", "TestAttention"),  # kernels that the CPU has not
     *("LSTM", "GRU", "does_not_repeat"),
-    "test_gpu_host.py::test_a_fit",  # beside what a GPU's libraries take, what the test itself holds is little
     *("expandable", "follows_the_real_one", "finders_step"),  # what the caching allocator does
 )
 """Parts of the names of tests that are left out."""

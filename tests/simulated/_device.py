@@ -256,7 +256,7 @@ def install() -> None:
         "_cuda_setDevice": lambda _: None,
         "_cuda_exchangeDevice": lambda _: 0,
         "_cuda_maybeExchangeDevice": lambda _: 0,
-        "_cuda_clearCublasWorkspaces": lambda: None,
+        "_cuda_clearCublasWorkspaces": device.clear_workspaces,
         "_cuda_isCurrentStreamCapturing": device.is_recording,
         "_host_emptyCache": lambda: None,
         "_cuda_getMemoryFraction": there["get_per_process_memory_fraction"],

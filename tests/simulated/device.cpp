@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <thread>
 
 #include "cells.h"
 #include "graphs.h"
@@ -257,6 +258,27 @@ bool waits(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
   return false;
 }
 
+// -- Workspaces: cuBLAS's and cuBLASLt's, which each takes with its first product in a thread and on a stream, and keeps ----
+
+std::mutex products;
+std::map<std::tuple<std::thread::id, c10::StreamId, bool>, c10::DataPtr> workspaces; // true: cuBLASLt's
+
+void take_workspace(const c10::OperatorHandle& op) {
+  static const std::set<std::string> LIBRARYS{
+      "aten::addmm", "aten::addmm_", "aten::mm", "aten::bmm", "aten::baddbmm", "aten::baddbmm_", "aten::addmv", "aten::addmv_"};
+  const auto& name = op.operator_name().name;
+  if (!LIBRARYS.count(name)) return;
+  const bool with_bias = name == "aten::addmm";
+  std::lock_guard<std::mutex> held(products);
+  auto& own = workspaces[{std::this_thread::get_id(), current_stream, with_bias}];
+  if (!own) own = memory.allocate(with_bias ? 1 << 20 : 8519680);
+}
+
+void clear_workspaces() {
+  std::lock_guard<std::mutex> held(products);
+  workspaces.clear();
+}
+
 // What is returned has the sizes and strides that the op gives to zeros in the place of its arguments.
 void record(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
@@ -310,6 +332,7 @@ void record(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  take_workspace(op);
   if (recording) return record(op, stack);
   Call call{op};
   const auto& arguments = op.schema().arguments();
@@ -482,6 +505,7 @@ PYBIND11_MODULE(simulated_device, m) {
   m.def("blocks", &all_blocks);
   m.def("is_recording", [] { return recording != nullptr; });
   m.def("wait", &wait);
+  m.def("clear_workspaces", &clear_workspaces);
   pybind11::class_<Graph>(m, "Graph")
       .def(pybind11::init<>())
       .def("begin", &Graph::begin)
