@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.gpu import (
+    architectures,
     batch_size,
     beside_compiler,
     bits,
@@ -28,6 +29,7 @@ PARTS: dict[str, Part] = {
         recordings,
         beside_compiler,
         batch_size,
+        architectures,
         sharded,
     )
 }

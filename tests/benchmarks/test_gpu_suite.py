@@ -22,6 +22,7 @@ from torch import nn
 from benchmarks import determinism, networks
 from benchmarks.gpu import __main__ as suite
 from benchmarks.gpu import (
+    architectures,
     batch_size,
     beside_compiler,
     bits,
@@ -46,6 +47,8 @@ from benchmarks.gpu.part import (
     MISMATCH,
     OK,
     OVER,
+    SKIPPED,
+    UNREPEATABLE,
     Case,
     Result,
     Settings,
@@ -53,6 +56,7 @@ from benchmarks.gpu.part import (
 from benchmarks.gpu.parts import PARTS
 from benchmarks.gpu.results import Results, read
 from benchmarks.gpu.workers import Runs
+from benchmarks.models import Planned, Row
 from lightning_remat import Rematerialized, rematerialize
 from tests.helpers import gpu_part
 
@@ -316,6 +320,27 @@ def first(part: Any, **options: Any) -> Case:
     """The first case of a part for a network that has these options."""
     found = part.cases(dataclasses.replace(DRY, networks=("swin",)))
     return next(case for case in found if options.items() <= case.options.items())
+
+
+GOOD = Planned(0.6, graphs=1, budget_bytes=100, predicted_peak_bytes=99, measured_peak_bytes=99)
+
+
+@pytest.mark.parametrize(
+    ("planned", "trouble", "status"),
+    [
+        ([GOOD], "", OK),
+        ([dataclasses.replace(GOOD, differs=["w"])], "", MISMATCH),
+        ([dataclasses.replace(GOOD, differs=["w"])], "eager mode does not repeat its own bits: w", UNREPEATABLE),
+        ([dataclasses.replace(GOOD, measured_peak_bytes=101)], "", OVER),
+        ([dataclasses.replace(GOOD, exception="RuntimeError: no")], "", FAILED),
+        ([], "not installed (No module named 'monai')", SKIPPED),
+    ],
+)
+def test_a_row_of_an_architecture_is_a_result(planned: list[Planned], trouble: str, status: str) -> None:
+    found = architectures.judged(Row("torch", "a", planned=planned, trouble=trouble))
+    assert found["status"] == status
+    shown = architectures.table({"torch/a": found})
+    assert ("| torch | a |" in shown) is bool(planned)
 
 
 @pytest.mark.usefixtures("small_networks")

@@ -9,6 +9,7 @@ import logging
 import lzma
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +35,8 @@ from lightning_remat.planner._device_memory import (
     segment_of,
     with_expandable_segments,
 )
+from lightning_remat.planner._surroundings import Surroundings
+from lightning_remat.runtime import _planning
 from lightning_remat.schedule import verify
 from lightning_remat.solvers import Problem, solve
 from tests.helpers.graphs import random_graph
@@ -433,3 +436,23 @@ def test_a_step_over_its_prediction_is_said_once(monkeypatch: pytest.MonkeyPatch
         fit(Classifier, remat)
     assert sum("were predicted" in str(one.message) for one in warned) == 1
     assert remat.measured_peak_bytes is not None
+
+
+@pytest.mark.parametrize(
+    ("named", "allocated", "workspaces", "found"),
+    [
+        (0, 130, 20, (30, 0)),
+        (50, 120, 20, (20, 50)),  # an optimizer's state before its first step
+        (50, 175, 20, (25, 0)),  # the same afterwards, and a little more
+        (50, 140, 20, (20, 30)),
+    ],
+)
+def test_what_was_named_may_come_later(
+    named: int, allocated: int, workspaces: int, found: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workspaces of libraries are not taken for it."""
+    monkeypatch.setattr(_planning, "allocated_bytes", lambda _device: allocated)
+    monkeypatch.setattr(_planning, "workspace_bytes", lambda _device: workspaces)
+    captured: Any = SimpleNamespace(device=torch.device("cuda"), static_bytes=80, batch_bytes=10)
+    around = Surroundings(module_bytes=80, held_bytes=90, resident_bytes=named, named_bytes=named)
+    assert _planning._found_beside(captured, around) == found
