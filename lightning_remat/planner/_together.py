@@ -28,23 +28,18 @@ from lightning_remat.errors import InfeasibleBudgetError
 from lightning_remat.graph import ComputationGraph, Host, Op, Phase
 from lightning_remat.planner._beside import NOTHING_BESIDE, Beside, floor_bytes, needing
 from lightning_remat.planner._config import RematConfig
+from lightning_remat.planner._curves import NEEDS, Curves, outside_bytes, plain_schedule
 from lightning_remat.planner._device_memory import DeviceMemory, less
 from lightning_remat.planner._make import Progress, make_plan, resolve_budget
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._plan_cache import PlanCache
 from lightning_remat.planner._surroundings import Surroundings, Weights, replayed_bytes
 from lightning_remat.schedule import OUTSIDE, Schedule, Timeline, simulate
-from lightning_remat.solvers import INTERRUPTED, Problem, Status, plan_curve
+from lightning_remat.solvers import INTERRUPTED, Problem, Status
 from lightning_remat.solvers.common._prune import once
 from lightning_remat.solvers.common._registry import ANY_ORDER
 
 log = logging.getLogger(__name__)
-
-NEEDS = (0.0, 1.0)
-"""Workspaces of `OUTSIDE` for which curves are made, as shares of the graph's peak: a large one makes keeping dear."""
-
-POINTS = 12
-"""Budgets of one curve."""
 
 TRIES = 3
 """Plans within ever smaller budgets, at most, until the graphs fit together by the model of the device's allocator."""
@@ -125,6 +120,7 @@ def plan_together(
     held_bytes: int = 0,
     progress: Progress | None = None,
     cache: PlanCache | None = None,
+    curves: Curves | None = None,
     memory: DeviceMemory | None = None,
     reserved: bool = False,
 ) -> list[Plan]:
@@ -137,6 +133,7 @@ def plan_together(
         held_bytes: what the process holds on the device already (see `make_plan`).
         progress: called with a text about the work in progress.
         cache: plans of earlier runs, which are used, and added to.
+        curves: schedules of graphs that were planned together earlier, which are used, and added to.
         memory: the CUDA device's memory: what its allocator takes for all graphs is then kept within the budget too.
         reserved: whether the budget is one of reserved bytes, not of allocated ones.
 
@@ -147,7 +144,8 @@ def plan_together(
         InfeasibleBudgetError: when no choice of schedules was found; it names the smallest budget for which one was.
         BudgetError: for a size over what the device has.
     """
-    plans = _planned_together(parts, config, fixed, held_bytes, progress, cache)
+    known = curves or Curves()
+    plans = _planned_together(parts, config, fixed, held_bytes, progress, cache, known)
     if memory is None:
         return plans
     budget = plans[0].budget_bytes
@@ -171,7 +169,7 @@ def plan_together(
         within = less(within, floor, max(found.allocated_bytes - budget, int(LESS * (within - floor))))
         smaller = dataclasses.replace(config, budget=within)
         try:
-            plans = _planned_together(parts, smaller, fixed, held_bytes, progress, cache)
+            plans = _planned_together(parts, smaller, fixed, held_bytes, progress, cache, known)
         except InfeasibleBudgetError:
             log.warning(
                 "by the allocator's model the graphs of this step do not fit together: memory is fragmented by them"
@@ -188,6 +186,7 @@ def _planned_together(
     held_bytes: int,
     progress: Progress | None,
     cache: PlanCache | None,
+    curves: Curves,
 ) -> list[Plan]:
     say = progress or (lambda _text: None)
 
@@ -210,7 +209,7 @@ def _planned_together(
     total = sum(graph.floor_bytes + sum(graph.storages) for graph in alone)
     free = [total - (beside(i, total).resident_bytes - alone[i].resident_bytes) for i in range(len(parts))]
 
-    plain = _Choice(options=tuple(_option(graph, _plain_schedule(graph)) for graph in alone))
+    plain = _Choice(options=tuple(_option(graph, plain_schedule(graph)) for graph in alone))
     known = [[_option(graph, schedule)] for graph, schedule in zip(alone, fixed, strict=False)]
 
     def peak(choice: _Choice) -> int:
@@ -219,7 +218,8 @@ def _planned_together(
     @functools.cache
     def options() -> list[list[_Option]]:
         say(f"planning {len(parts)} graphs together")
-        return known + _all_options(parts[len(known) :], alone[len(known) :], CURVES_SHARE * config.time_limit)
+        left = parts[len(known) :], alone[len(known) :]
+        return known + _all_options(*left, curves, CURVES_SHARE * config.time_limit)
 
     @functools.cache
     def smallest() -> _Choice:
@@ -295,40 +295,24 @@ def _planned_together(
     return records
 
 
-def _all_options(parts: Sequence[Part], alone: Sequence[ComputationGraph], time_limit: float) -> list[list[_Option]]:
+def _all_options(
+    parts: Sequence[Part], alone: Sequence[ComputationGraph], curves: Curves, time_limit: float
+) -> list[list[_Option]]:
     """The options of each graph; those of one that runs several times are made once."""
     each = time_limit / len(NEEDS) / max(1, len({id(part.captured) for part in parts}))
-    curves: dict[int, list[Schedule]] = {}
+    schedules: dict[int, list[Schedule]] = {}
     known: dict[tuple[int, int, int], tuple[int, list[_Option]]] = {}
     found: list[list[_Option]] = []
     for part, graph in zip(parts, alone, strict=True):
-        if id(part.captured) not in curves:
-            curves[id(part.captured)] = _curve(graph, each)
-        key = id(part.captured), graph.forward_resident_bytes, _outside_bytes(graph)
+        if id(part.captured) not in schedules:
+            schedules[id(part.captured)] = curves.schedules(graph, each)
+        key = id(part.captured), graph.forward_resident_bytes, outside_bytes(graph)
         if key not in known:
-            known[key] = graph.resident_bytes, [_option(graph, schedule) for schedule in curves[id(part.captured)]]
+            known[key] = graph.resident_bytes, [_option(graph, schedule) for schedule in schedules[id(part.captured)]]
         before, options = known[key]
         more = graph.resident_bytes - before  # bytes that are held all the time add to the peak
         found.append([dataclasses.replace(one, peak_bytes=one.peak_bytes + more) for one in options])
     return found
-
-
-def _curve(graph: ComputationGraph, time_limit: float) -> list[Schedule]:
-    """The schedules that one graph may choose from; the first is the one without rematerialization."""
-    plain = _plain_schedule(graph)
-    own, measured = simulate(graph, plain).peak_bytes, _outside_bytes(graph)
-    curves = [plan_curve(needing(graph, max(measured, int(share * own))), POINTS, time_limit) for share in NEEDS]
-    schedules = [solution.schedule for curve in curves for solution in curve.solutions]
-    return list(dict.fromkeys([plain, *(schedule for schedule in schedules if schedule is not None)]))
-
-
-def _outside_bytes(graph: ComputationGraph) -> int:
-    return max(op.workspace_bytes for op in graph.ops if op.name == OUTSIDE)
-
-
-def _plain_schedule(graph: ComputationGraph) -> Schedule:
-    problem = Problem(graph)
-    return problem.expand(problem.captured)
 
 
 def _option(graph: ComputationGraph, schedule: Schedule) -> _Option:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from lightning_remat._recent import Recent
 from lightning_remat.capture import _torch as internals
 from lightning_remat.capture._cut import CODES, Cut, UnitChangedError, calls_units, name_as
 from lightning_remat.capture.packed._tracing import packed_sequences
@@ -35,7 +36,6 @@ from lightning_remat.capture.tracing._rows import rows_are_found
 from lightning_remat.runtime._call import Call, Shapes, alike_but_for_sizes, varying
 from lightning_remat.runtime._graph import Graph
 from lightning_remat.runtime._reasons import Reasons
-from lightning_remat.runtime._recent import Recent
 
 log = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightning_remat._recent import Recent
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.capture import _torch as internals
 from lightning_remat.graph import ComputationGraph
@@ -18,7 +19,6 @@ from lightning_remat.planner._surroundings import Surroundings, Weights
 from lightning_remat.runtime._accumulate import Accumulator
 from lightning_remat.runtime._arrivals import Arrivals
 from lightning_remat.runtime._moving import ChangedActivations, MovingBuffers
-from lightning_remat.runtime._recent import Recent
 from lightning_remat.runtime._sized_plans import SizedPlans
 from lightning_remat.schedule import Schedule
 

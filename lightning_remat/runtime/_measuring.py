@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lightning_remat._recent import Recent
 from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.capture import _torch as internals
 from lightning_remat.errors import InfeasibleBudgetError
@@ -21,7 +22,6 @@ from lightning_remat.runtime._graph import Graph, Path
 from lightning_remat.runtime._measured_step import MeasuredStep
 from lightning_remat.runtime._paths import Paths
 from lightning_remat.runtime._plans import Plans
-from lightning_remat.runtime._recent import Recent
 
 log = logging.getLogger(__name__)
 

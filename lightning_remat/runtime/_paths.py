@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from lightning_remat._recent import Recent
 from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.errors import InfeasibleBudgetError, ScheduleError
 from lightning_remat.planner._beside import NOTHING_BESIDE, Beside
@@ -17,7 +18,6 @@ from lightning_remat.runtime._call import Call, Shapes
 from lightning_remat.runtime._graph import Graph, Path
 from lightning_remat.runtime._plans import Plans
 from lightning_remat.runtime._reasons import Reasons
-from lightning_remat.runtime._recent import Recent
 
 log = logging.getLogger(__name__)
 

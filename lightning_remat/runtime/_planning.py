@@ -20,6 +20,7 @@ from lightning_remat.cost import CostCache, OpCost, cost_model
 from lightning_remat.errors import ScheduleError
 from lightning_remat.graph import ComputationGraph, Host
 from lightning_remat.planner._config import RematConfig
+from lightning_remat.planner._curves import Curves
 from lightning_remat.planner._device_memory import DeviceAllocator, DeviceMemory, allocated_bytes, workspace_bytes
 from lightning_remat.planner._host import found_host, why_not, with_host
 from lightning_remat.planner._make import (
@@ -86,6 +87,7 @@ class Planning:
         self.agreement, self.progress, self.surroundings = agreement, progress, surroundings
         self._reasons, self._reserved, self._at_hand = reasons, reserved, at_hand
         self._costs = CostCache()
+        self._curves = Curves()
         self._hosts: dict[torch.device, Host | None] = {}
         self._stays: set[str] = set()  # why tensors stay on the device, as it was told
         # by device, allocated bytes that nothing known accounts for, and those that were named and are not there yet
@@ -325,6 +327,7 @@ class Planning:
                 held_bytes=parts[0].around.held_bytes + parts[0].captured.batch_bytes,
                 progress=self.progress,
                 cache=self.cache,
+                curves=self._curves,
                 memory=memory,
                 reserved=self._reserved,
             )

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from lightning_remat._recent import Recent
 from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.capture import CapturedGraph, Fusing, Tiling
 from lightning_remat.capture import _torch as internals
@@ -29,7 +30,6 @@ from lightning_remat.runtime._graph import Graph
 from lightning_remat.runtime._moving import WATCHED_RUNS
 from lightning_remat.runtime._planning import Planning
 from lightning_remat.runtime._reasons import Reasons
-from lightning_remat.runtime._recent import Recent
 from lightning_remat.runtime._sized_plans import SizedPlan, SizedPlans
 
 log = logging.getLogger(__name__)

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 import torch
 
+from lightning_remat._recent import Recent
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.capture._effects import says, tells
 from lightning_remat.graph import TensorRole
-from lightning_remat.runtime._recent import Recent
 
 Run = Callable[[list[Any]], Any]
 """Runs a lowered module; clears the list that it is given."""

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lightning_remat._recent import Recent
 from lightning_remat._settings import setting
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.capture import _torch as internals
@@ -25,7 +26,6 @@ from lightning_remat.graph import TensorRole
 from lightning_remat.runtime._accumulate import Accumulator, Homes
 from lightning_remat.runtime._copies import copied_out, layout, memory_like
 from lightning_remat.runtime._moving import MovingBuffers
-from lightning_remat.runtime._recent import Recent
 from lightning_remat.runtime._recorded import (
     Known,
     Recorded,

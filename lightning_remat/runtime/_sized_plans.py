@@ -14,12 +14,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 
+from lightning_remat._recent import MOST, Recent
 from lightning_remat.allocator import Footprint
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.errors import InfeasibleBudgetError, ScheduleError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._plan import Plan
-from lightning_remat.runtime._recent import MOST, Recent
 from lightning_remat.schedule import Schedule, simulate, verify
 from lightning_remat.solvers import Problem, Status
 from lightning_remat.solvers.common._registry import ANY_ORDER

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from lightning_remat._recent import Recent
 from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.capture import _torch as internals
 from lightning_remat.capture._nodes import module_path, target_name
@@ -42,7 +43,6 @@ from lightning_remat.runtime._paths import Paths
 from lightning_remat.runtime._planning import Planning
 from lightning_remat.runtime._plans import Plans, fits_as_it_is
 from lightning_remat.runtime._reasons import Reasons
-from lightning_remat.runtime._recent import Recent
 from lightning_remat.runtime._recordings import Recordings
 from lightning_remat.runtime._running import Step
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_remat import RematWarning, rematerialize
+from lightning_remat import InfeasibleBudgetError, RematWarning, rematerialize
 
 
 class Net(nn.Module):
@@ -76,3 +78,22 @@ def test_shapes_of_which_nothing_can_be_captured_are_told_of() -> None:
         step(torch.randn(3, 8)).backward()
     step(torch.randn(16, 8)).backward()
     assert sum(step.runs) == 2
+
+
+@pytest.mark.parametrize("budget", ["1KiB", "min"])
+def test_nothing_keeps_a_module_whose_step_has_raised(budget: str) -> None:
+    def called() -> weakref.ref[nn.Module]:
+        net = Net("its own")
+        step = rematerialize(net, budget, cost_model="unit", solver="greedy", time_limit=0.05)
+        error = InfeasibleBudgetError if budget != "min" else ValueError
+        with pytest.raises(error):
+            step(torch.randn(16 if budget != "min" else 1, 8)).backward()
+        if budget == "min":
+            step(torch.randn(16, 8)).backward()
+            assert step.plan is not None
+        return weakref.ref(net)
+
+    found = called()
+    torch.compiler.reset()
+    gc.collect()
+    assert found() is None

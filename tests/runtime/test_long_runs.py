@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from lightning_remat import Rematerialized, rematerialize
+from lightning_remat._recent import Recent
 from lightning_remat.capture._torch import _exchange
 from lightning_remat.runtime import _sized_plans
 from lightning_remat.runtime._captures import STATIC_CAPTURES
-from lightning_remat.runtime._recent import Recent
 
 SHORTEST = 17
 

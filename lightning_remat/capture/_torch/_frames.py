@@ -15,6 +15,7 @@ import contextlib
 import inspect
 import os
 import types
+import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
@@ -58,8 +59,11 @@ def compile_frame(
     context: Any = torch._dynamo.optimize(backend=backend, dynamic=None if symbolic else False)
     if not hasattr(context, "callback"):  # turned off
         return function
-    context.callback = _Capture(context.callback, around, left, through, again, uncaptured or Uncaptured())
+    capture = _Capture(context.callback, around, left, through, again, uncaptured or Uncaptured())
+    # Dynamo counts one reference too many to what it calls for each error that is raised there.
+    context.callback = weakref.proxy(capture)
     compiled: Callable[..., Any] = context(function)
+    vars(compiled)["_capture"] = capture  # it lives as long
     return compiled
 
 

@@ -1,0 +1,71 @@
+"""The schedules that the graphs of a step may choose from when they are planned together."""
+
+from __future__ import annotations
+
+import math
+
+from lightning_remat._recent import Recent
+from lightning_remat.graph import ComputationGraph
+from lightning_remat.planner._beside import needing
+from lightning_remat.planner._plan_cache import fingerprint
+from lightning_remat.schedule import OUTSIDE, Schedule, simulate
+from lightning_remat.solvers import Problem, plan_curve
+
+NEEDS = (0.0, 1.0)
+"""Workspaces of `OUTSIDE` for which curves are made, as shares of the graph's peak: a large one makes keeping dear."""
+
+POINTS = 12
+"""Budgets of one curve."""
+
+MOST = 256
+"""Graphs whose schedules are kept, at most: those that were planned last."""
+
+ENDED = 0.9
+"""Share of the time limit up to which a curve has ended by itself: more time would find nothing else."""
+
+
+class Curves:
+    """Makes them, once for graphs that are alike: the blocks of a network, or a graph that is planned again.
+
+    What is held all through a step is the same at each moment of each schedule, so it does not tell graphs apart.
+    """
+
+    def __init__(self) -> None:
+        self._known: Recent[str, tuple[float, list[Schedule]]] = Recent(MOST)
+
+    def schedules(self, graph: ComputationGraph, time_limit: float) -> list[Schedule]:
+        """The schedules for one graph with the op `OUTSIDE`; the first is the one without rematerialization.
+
+        Args:
+            graph: the graph.
+            time_limit: seconds for the curve of each of `NEEDS`.
+        """
+        graph = graph.replace(resident_bytes=0)
+        key = fingerprint(graph)
+        enough, found = self._known.get(key) or (0.0, [])
+        if not found or time_limit > enough:
+            enough, found = _made(graph, time_limit)
+            self._known[key] = enough, found
+        return found
+
+
+def plain_schedule(graph: ComputationGraph) -> Schedule:
+    """The schedule without rematerialization."""
+    problem = Problem(graph)
+    return problem.expand(problem.captured)
+
+
+def outside_bytes(graph: ComputationGraph) -> int:
+    """What others need between the forward and the backward of a graph with the op `OUTSIDE`."""
+    return max(op.workspace_bytes for op in graph.ops if op.name == OUTSIDE)
+
+
+def _made(graph: ComputationGraph, time_limit: float) -> tuple[float, list[Schedule]]:
+    """The schedules, and the time limit up to which they would be the same."""
+    plain = plain_schedule(graph)
+    own, measured = simulate(graph, plain).peak_bytes, outside_bytes(graph)
+    curves = [plan_curve(needing(graph, max(measured, int(share * own))), POINTS, time_limit) for share in NEEDS]
+    schedules = [solution.schedule for curve in curves for solution in curve.solutions]
+    ended = all(curve.solve_seconds < ENDED * time_limit for curve in curves)
+    found = list(dict.fromkeys([plain, *(schedule for schedule in schedules if schedule is not None)]))
+    return math.inf if ended else time_limit, found
