@@ -27,8 +27,14 @@ EXAMPLES = {
 }
 
 
+OTHER_NETWORKS = {"segmentation", "diffusion", "speech"}
+"""They use the callback as "vit" does, which is quicker."""
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in OTHER_NETWORKS else []) for name in EXAMPLES]
+)
 def test_example(name: str, tmp_path: Path) -> None:
     environment = {**os.environ, "LIGHTNING_REMAT_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "examples" / name / "train.py"), *EXAMPLES[name].split()]

@@ -402,7 +402,7 @@ class TestParts:
         assert copied["measured_peak_bytes"] == pytest.approx(copied["predicted_peak_bytes"], rel=0.02)
         assert "of 1.0's" in host_memory.table({"swin": found})
 
-    @pytest.mark.long
+    @pytest.mark.slow
     def test_sharded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sharded, "WAYS", {way: sharded.WAYS[way] for way in ("FSDP2", "0.5")})
         (case,) = sharded.cases(dataclasses.replace(DRY, networks=("gpt2",)))

@@ -58,7 +58,7 @@ def test_kusumoto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert result["largest_batch"]["ApproxDP + MC"] > result["largest_batch"]["vanilla"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_offload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     from benchmarks.papers import offload

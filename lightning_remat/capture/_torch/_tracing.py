@@ -2,6 +2,7 @@
 
 * ``_dynamo.config``: the recompile limit, logging calls and DDP's graph splitting, among others (see `tracing`).
 * ``fx.experimental._config``: sizes that happen to be equal are told apart.
+* ``guards.profile_guard_manager``: it empties the processor's caches after each capture, and times the guards, for a log.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch._dynamo.guards
 from torch.fx.experimental import _config as symbolic_config
 
+from lightning_remat._replaced import replaced
 from lightning_remat.capture._torch._distributions import find_divergences
 from lightning_remat.capture._torch._fake import grouped_products
 from lightning_remat.capture._torch._handlers import as_in_eager_mode
@@ -69,6 +72,12 @@ def collected() -> Iterator[None]:
 
 _UNLIMITED = 1 << 30
 
+_MEASURED = "profile_guard_manager"
+
+
+def _no_seconds(*_: Any) -> float:
+    return 0.0
+
 
 def tracing(dynamic_sources: str = "", numbers: VaryingNumbers | None = None) -> contextlib.AbstractContextManager[Any]:
     """Dynamo's settings while it captures.
@@ -110,6 +119,8 @@ def tracing(dynamic_sources: str = "", numbers: VaryingNumbers | None = None) ->
     stack.enter_context(quiet_dynamo())
     stack.enter_context(as_in_eager_mode())
     stack.enter_context(grouped_products())
+    if hasattr(torch._dynamo.guards, _MEASURED):
+        stack.enter_context(replaced([(torch._dynamo.guards, _MEASURED, _no_seconds)]))
     if numbers is not None:
         stack.enter_context(numbers.symbolic(dynamic_sources))
     if dynamic_sources:

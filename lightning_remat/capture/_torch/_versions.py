@@ -121,6 +121,7 @@ LATER_NAMES = {
     "torch._C._dynamo": "guards.TensorGuards guards.dict_version guards.install_no_tensor_aliasing_guard",
     "torch": "_from_functional_tensor _functionalize_unsafe_set _to_functional_tensor",
     "torch.Tensor": "_is_zerotensor",
+    "torch._dynamo.guards": "profile_guard_manager",
     "torch._dynamo.symbolic_convert": "get_funcname",
     "torch.distributed.fsdp": "FSDPModule._get_fsdp_state",
     "torch._inductor.async_compile": "AsyncCompile.wait",
@@ -129,7 +130,7 @@ LATER_NAMES = {
 }
 """Likewise, names without which it goes on: ops are not fused then (these are imported there, since that takes long), or each
 is traced, those that come again as well, or Dynamo reads more files, or sharded networks run as before, or the first backward
-of a static graph is not repeated, or all guards are asked before each step."""
+of a static graph is not repeated, or all guards are asked before each step, or are timed."""
 
 SHOWN = 4
 """The most missing names that a message gives."""
