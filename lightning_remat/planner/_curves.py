@@ -8,7 +8,7 @@ from lightning_remat._recent import Recent
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._beside import needing
 from lightning_remat.planner._plan_cache import fingerprint
-from lightning_remat.schedule import OUTSIDE, Schedule, simulate
+from lightning_remat.schedule import OUTSIDE, Schedule, Step, simulate
 from lightning_remat.solvers import Problem, plan_curve
 
 NEEDS = (0.0, 1.0)
@@ -17,8 +17,8 @@ NEEDS = (0.0, 1.0)
 POINTS = 12
 """Budgets of one curve."""
 
-MOST = 256
-"""Graphs whose schedules are kept, at most: those that were planned last."""
+MOST = 64
+"""Graphs whose schedules are kept, at most: those that were planned last (half a megabyte for each thousand ops)."""
 
 ENDED = 0.9
 """Share of the time limit up to which a curve has ended by itself: more time would find nothing else."""
@@ -67,5 +67,7 @@ def _made(graph: ComputationGraph, time_limit: float) -> tuple[float, list[Sched
     curves = [plan_curve(needing(graph, max(measured, int(share * own))), POINTS, time_limit) for share in NEEDS]
     schedules = [solution.schedule for curve in curves for solution in curve.solutions]
     ended = all(curve.solve_seconds < ENDED * time_limit for curve in curves)
-    found = list(dict.fromkeys([plain, *(schedule for schedule in schedules if schedule is not None)]))
-    return math.inf if ended else time_limit, found
+    found = dict.fromkeys([plain, *(schedule for schedule in schedules if schedule is not None)])
+    steps: dict[Step, Step] = {}  # equal ones are one object: these schedules are kept
+    shared = [Schedule(tuple(steps.setdefault(step, step) for step in one.steps), one.boundary) for one in found]
+    return math.inf if ended else time_limit, shared
