@@ -202,3 +202,21 @@ def test_a_closed_step_gives_its_memory_back() -> None:
     module.zero_grad()
     assert reserved() < held
     assert reserved() - before <= 20 * 2**20
+
+
+@pytest.mark.parametrize(("copies", "words"), [("to the device", "device=..."), ("to the host", "copy it afterwards")])
+def test_a_copy_that_the_step_waits_for_is_told_of(copies: str, words: str) -> None:
+    network, data = torch.nn.Linear(8, 8).cuda(), [torch.randn(4, 8, device="cuda") for _ in range(6)]
+
+    def call(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loss = network(x).square().mean()
+        if copies == "to the host":
+            return loss, loss.detach().cpu()
+        return loss * torch.tensor([1.0, 3.0]).sum().to(x.device), loss
+
+    step = rematerialize(call, "min", cuda_graphs=True, cost_model="unit", time_limit=1.0)
+    with pytest.warns(RematWarning, match=f"without CUDA graphs: .* copies a tensor .*{words}"):
+        found = [step(x) for x in data]
+    for x, pair in zip(data, found, strict=True):
+        assert all(map(torch.equal, call(x), pair))
+    assert step.plan is not None

@@ -14,6 +14,8 @@ from lightning_remat.capture import CapturedGraph
 from lightning_remat.capture._effects import says, tells
 from lightning_remat.graph import TensorRole
 
+_TO_COPY = torch.ops.aten._to_copy.default
+
 Run = Callable[[list[Any]], Any]
 """Runs a lowered module; clears the list that it is given."""
 
@@ -124,6 +126,14 @@ def unrecordable(captured: CapturedGraph) -> str | None:
         first = value[0] if isinstance(value, (tuple, list)) and value else value
         if op.random and isinstance(first, torch.Tensor) and first.device.type != device:
             return f"{op.name} draws random numbers on the device {first.device}, and would draw the same ones in each step"
+        if isinstance(first, torch.Tensor) and node.target is _TO_COPY and not node.kwargs.get("non_blocking"):
+            copied: Any = node.args[0]
+            to, from_ = first.device, copied.meta["val"].device
+            if device in (to.type, from_.type) and to.type != from_.type:
+                instead = (
+                    "make it there (device=...), or keep it in a buffer" if to.type == device else "copy it afterwards"
+                )
+                return f"{op.name} copies a tensor from the device {from_} to {to}, for which the step waits: {instead}"
     return None
 
 

@@ -154,7 +154,10 @@ struct Call {
           mixes || tensor.dim() == 0 || pairs.empty(),
           "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! (",
           op.operator_name(), ")");
-      return recording ? tensor.clone() : tensor;
+      if (!recording) return tensor;
+      at::Tensor kept = tensor.clone();
+      kept.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+      return kept;
     }
     for (const auto& pair : pairs) if (pair.own.is_same(tensor)) return pair.cpu;
     pairs.push_back({tensor, zeros ? zeros_for(tensor) : on_cpu(tensor)});
@@ -249,6 +252,10 @@ bool waits(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
   if (WAIT.count(name)) return true;
   if (name == "aten::repeat_interleave") return arguments.back().isNone();
   if (name.find("index") == std::string::npos) return false;
+  if (name.find("index_put") != std::string::npos) { // what is masked is filled with one number of the host's
+    const auto& value = arguments[2].toTensor();
+    if (value.is_cpu() && value.numel() == 1 && !arguments[3].toBool()) return false;
+  }
   for (const c10::IValue& one : arguments) {
     if (!one.isList() || one.toList().elementType()->kind() != c10::TypeKind::OptionalType) continue;
     for (const c10::IValue& index : one.toListRef()) {

@@ -200,17 +200,24 @@ class CudaTapes:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         safe = generator.clone_state()
         clear_workspaces()  # or there would be one more of each
+        reason: Exception | None = None
         try:
             with (
                 torch.cuda.stream(torch.cuda.current_stream(self._device)),  # goes back to it, whatever is raised
                 torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
                 _source(taping),
             ):
-                found = run(args)
-        except BaseException:
+                try:
+                    found = run(args)
+                except Exception as error:
+                    reason = error
+                    raise
+        except BaseException as error:
             # The other one may still count as being recorded: it can draw no more.
             generator.graphsafe_set_state(safe)
             _spoilt[index] += 1
+            if reason is not None and isinstance(error, Exception):
+                raise reason from None  # when the recording ends, CUDA only says that it has failed
             raise
         # Seed and offset were set to zero on the stream that was recorded, and are set on this one before each replay.
         torch.cuda.synchronize(self._device)
