@@ -18,14 +18,14 @@ POINTS = 12
 """Budgets of one curve."""
 
 MOST = 64
-"""Graphs whose schedules are kept, at most: those that were planned last (half a megabyte for each thousand ops)."""
+"""Graphs whose schedules are kept, at most: those that were planned last."""
 
-ENDED = 0.9
-"""Share of the time limit up to which a curve has ended by itself: more time would find nothing else."""
+ENDED = 0.03
+"""Share of the time limit up to which more time would find nothing else: no part of the search has less time than that."""
 
 
 class Curves:
-    """Makes them, once for graphs that are alike: the blocks of a network, or a graph that is planned again.
+    """Finds these schedules, once for graphs that are alike: the blocks of a network, or a graph that is planned again.
 
     What is held all through a step is the same at each moment of each schedule, so it does not tell graphs apart.
     """

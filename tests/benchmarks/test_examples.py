@@ -27,13 +27,13 @@ EXAMPLES = {
 }
 
 
-OTHER_NETWORKS = {"segmentation", "diffusion", "speech"}
-"""They use the callback as "vit" does, which is quicker."""
+SLOWEST = {"segmentation", "diffusion", "speech"}
+"""What these use of the callback has tests of its own."""
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in OTHER_NETWORKS else []) for name in EXAMPLES]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOWEST else []) for name in EXAMPLES]
 )
 def test_example(name: str, tmp_path: Path) -> None:
     environment = {**os.environ, "LIGHTNING_REMAT_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}

@@ -219,6 +219,8 @@ class CudaTapes:
             if reason is not None and isinstance(error, Exception):
                 raise reason from None  # when the recording ends, CUDA only says that it has failed
             raise
+        finally:
+            reason = None  # it refers to this frame, which refers to what was computed
         # Seed and offset were set to zero on the stream that was recorded, and are set on this one before each replay.
         torch.cuda.synchronize(self._device)
         clear_workspaces()
