@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from lightning_remat.capture._torch import _module_guards, _tracing
+from lightning_remat.cost import _profile, _timing
 from lightning_remat.planner import _plan_cache
 from lightning_remat.solvers.common import _clock
 from lightning_remat.solvers.portfolio import _auto, _smallest_peak
+from tests.helpers.garbage import set_aside
 
 # The tests of a GPU need no hypothesis: they run on machines that have torch and pytest and little else.
 if importlib.util.find_spec("hypothesis"):
@@ -36,7 +38,7 @@ if "PYTEST_XDIST_WORKER_COUNT" in os.environ:
 # Pytest listens to loggers that hand nothing on, and for a listener of this one torch writes down each graph that it captures.
 logging.getLogger("torch.__trace").propagate = True
 
-TESTS_BETWEEN_SEARCHES = 200
+TESTS_BETWEEN_SEARCHES = 500
 _tests = itertools.count()
 
 
@@ -50,8 +52,7 @@ def _what_is_there_already_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(_tracing, "anything_frozen", lambda: True)
     if next(_tests) % TESTS_BETWEEN_SEARCHES == TESTS_BETWEEN_SEARCHES - 1:
         gc.unfreeze()
-    gc.collect()
-    gc.freeze()
+    set_aside()
 
 
 @pytest.fixture(autouse=True)
@@ -77,9 +78,20 @@ def _guards_on_modules_are_asked_as_well(monkeypatch: pytest.MonkeyPatch) -> Ite
     assert not wrong
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _costs_of_other_runs_stay_as_they_are(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The processes of one run of the tests share what they measure, and neither read nor write what the user has measured."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LIGHTNING_REMAT_CACHE", str(folder / "costs"))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _no_plans_of_other_runs(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Each test solves for itself. Measured costs are shared, as they are among a user's runs."""
+    """Each test solves for itself. Measured costs are shared."""
     folder = tmp_path_factory.mktemp("plans")
     monkeypatch.setattr(_plan_cache, "cache_directory", lambda: folder)
 
@@ -99,8 +111,16 @@ SEARCHING = {
 def _searches_are_short(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The portfolio takes seconds for what may be a little cheaper; elsewhere any schedule within the budget will do."""
     if request.module.__name__.rpartition(".")[2] not in SEARCHING:
-        monkeypatch.setattr(_auto, "usual_seconds", lambda problem: 0.1 + len(problem) / 4000)
-        monkeypatch.setattr(_smallest_peak, "improving_seconds", lambda problem: 0.02 + len(problem) / 4000)
+        monkeypatch.setattr(_auto, "usual_seconds", lambda problem: 0.03 + len(problem) / 10_000)
+        monkeypatch.setattr(_smallest_peak, "improving_seconds", lambda problem: 0.01 + len(problem) / 10_000)
+
+
+@pytest.fixture(autouse=True)
+def _measurements_are_short(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long ops take counts only in the tests of that; elsewhere caches stay full, and each op is timed in one pass."""
+    if "cost" not in request.path.parts:
+        monkeypatch.setattr(_timing, "NEIGHBOURS_BYTES", 4096)
+        monkeypatch.setattr(_profile, "PASSES", 1)
 
 
 @pytest.fixture(autouse=True)

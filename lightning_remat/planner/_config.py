@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_remat.budget import parse_budget, parse_host_budget
 from lightning_remat.cost import cost_model
-from lightning_remat.errors import ConfigError
+from lightning_remat.errors import ConfigError, SolverError
 from lightning_remat.solvers import available, options_of
 
 ALLOCATORS = ("auto", "leave")
@@ -78,11 +78,10 @@ class RematConfig:
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
-        if self.solver not in available():
-            raise ConfigError(f"solver={self.solver!r}: choose one of {', '.join(available())}")
-        unknown = sorted(set(self.solver_options) - set(options_of(self.solver)))
+        options = _options_of(self.solver)
+        unknown = sorted(set(self.solver_options) - set(options))
         if unknown:
-            accepted = ", ".join(options_of(self.solver)) or "none"
+            accepted = ", ".join(options) or "none"
             raise ConfigError(f"solver {self.solver!r} has no option {unknown[0]!r}; it takes: {accepted}")
         if isinstance(self.time_limit, bool) or not self.time_limit > 0:
             raise ConfigError(f"time_limit={self.time_limit!r}: give a positive number of seconds")
@@ -135,3 +134,14 @@ class RematConfig:
         except OmegaConfBaseException as error:
             raise ConfigError(f"an option cannot be read: {error}") from error
         return cls(**fields)
+
+
+def _options_of(solver: Any) -> Mapping[str, Any]:
+    """The options of a solver that there is. (Which others there are is read from all packages' metadata: milliseconds.)"""
+    try:
+        if isinstance(solver, str):
+            return options_of(solver)
+    except SolverError:
+        if solver in available():  # another package's, which cannot be loaded
+            raise
+    raise ConfigError(f"solver={solver!r}: choose one of {', '.join(available())}")

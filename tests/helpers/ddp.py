@@ -33,6 +33,7 @@ from lightning_remat.runtime import _backend
 from lightning_remat.solvers import solve
 from lightning_remat.strategies import RematDDPStrategy
 from tests.helpers.failing import failing
+from tests.helpers.garbage import set_aside
 from tests.helpers.training import Classifier, Validated, assert_same, callback, fit, loader
 
 
@@ -353,6 +354,7 @@ def main() -> None:
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     for name in sys.argv[2:]:
+        set_aside()
         run(name, folder)
 
 

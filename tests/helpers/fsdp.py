@@ -35,6 +35,7 @@ from lightning_remat._collectives import COLLECTIVES
 from lightning_remat.callbacks import RematCallback
 from lightning_remat.strategies import RematFSDP2Strategy
 from tests.helpers.failing import failing
+from tests.helpers.garbage import set_aside
 from tests.helpers.training import Run, assert_clean, assert_same, callback, fit
 
 VOCABULARY, LENGTH, WIDTH = 500, 64, 64
@@ -261,6 +262,7 @@ def main() -> None:
     folder, processes = Path(sys.argv[1]), int(sys.argv[2])
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     for name in sys.argv[3:]:
+        set_aside()
         run(name, folder, processes)
 
 

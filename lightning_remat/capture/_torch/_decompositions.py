@@ -35,17 +35,19 @@ _COMPOSITE_KEYS = (DispatchKey.CompositeImplicitAutograd, DispatchKey.Autograd)
 
 
 def _unasked_decompositions(symbolic: bool) -> list[OpOverload]:
-    found = []
     kept = (*_KEEP_DECOMPOSED, *(_KEEP_FOR_SYMBOLS if symbolic else ()))
-    for name in dir(torch.ops.aten):
-        packet = getattr(torch.ops.aten, name)
-        if not hasattr(packet, "overloads") or name in kept:
-            continue
-        for overload in packet.overloads():
-            op = getattr(packet, overload)
-            if any(key in op.py_kernels for key in _COMPOSITE_KEYS):
-                found.append(op)
-    return found
+    return [
+        op
+        for op in _overloads(len(dir(torch.ops.aten)))
+        if not op.py_kernels.keys().isdisjoint(_COMPOSITE_KEYS) and op.__name__.partition(".")[0] not in kept
+    ]
+
+
+@functools.lru_cache(maxsize=1)
+def _overloads(names: int) -> list[OpOverload]:
+    """All overloads of the ATen ops that are known: there are ``names``, more where others were asked for."""
+    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten)]
+    return [getattr(packet, name) for packet in packets if hasattr(packet, "overloads") for name in packet.overloads()]
 
 
 def _upsample(op: OpOverload, x: torch.Tensor, output_size: Any, *others: Any, **named: Any) -> torch.Tensor:
