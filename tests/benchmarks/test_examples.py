@@ -27,7 +27,7 @@ EXAMPLES = {
 }
 
 
-SLOWEST = {"segmentation", "diffusion", "speech"}
+SLOWEST = {"segmentation", "diffusion", "speech", "ddp", "fabric", "gnn", "lora"}
 """What these use of the callback has tests of its own."""
 
 

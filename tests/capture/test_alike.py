@@ -20,6 +20,7 @@ from lightning_remat import rematerialize
 from lightning_remat.capture._torch import _aot
 from lightning_remat.capture._torch.alike._ops import Forms, OverwrittenError, alike_ops
 from lightning_remat.runtime import _backend
+from tests.helpers.cases import diagonal
 from tests.helpers.nets import check, inputs, net
 
 LAYERS: dict[str, dict[str, Any]] = {
@@ -112,8 +113,7 @@ def step_of(make: Callable[[], tuple[nn.Module, tuple[Any, ...]]], autocast: boo
         rematerialize(module, "min")(*batch)
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("network", LAYERS)
+@pytest.mark.parametrize(("network", "autocast"), diagonal(list(LAYERS), [True, False]))
 def test_the_graph_is_the_one_that_is_traced(network: str, autocast: bool) -> None:
     def make() -> tuple[nn.Module, tuple[Any, ...]]:
         workload = build(network, "tiny", **LAYERS[network])

@@ -17,6 +17,7 @@ from lightning_remat.capture._torch.alike import _calls as alike_calls
 from lightning_remat.capture._torch.alike._copies import Copy
 from tests.capture.test_alike import Enough
 from tests.helpers.alike_blocks import Block, blocks, body, called, check_deeply, powered, unlike, watched, whole
+from tests.helpers.cases import diagonal
 from tests.helpers.nets import captured_whole, check, inputs, same
 
 Tensor = torch.Tensor
@@ -32,8 +33,7 @@ NETWORKS = {
 }
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(("network", "autocast"), diagonal(list(NETWORKS), [True, False]))
 def test_the_graph_is_the_one_that_is_traced(network: str, autocast: bool) -> None:
     layers = NETWORKS[network]
     seen = []

@@ -294,13 +294,13 @@ def by_class(module: Words, ids: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "use",
     [
-        balanced,
-        by_class,
-        trimmed,
-        trimmed_and_written,
+        pytest.param(balanced, marks=pytest.mark.slow),
+        pytest.param(by_class, marks=pytest.mark.slow),
+        pytest.param(trimmed, marks=pytest.mark.slow),
+        pytest.param(trimmed_and_written, marks=pytest.mark.slow),
         trimmed_and_asked,
         cut_off,
-        counting,
+        pytest.param(counting, marks=pytest.mark.slow),
         repeated,
         found,
         selected,

@@ -21,6 +21,7 @@ from lightning_remat.capture._sorting import sort
 from lightning_remat.capture.tiling import _losses, _sliced
 from lightning_remat.capture.tiling._sliced import Chain, Place
 from lightning_remat.runtime import _plans
+from tests.helpers.cases import diagonal
 from tests.helpers.training import seeded_losses
 
 aten = torch.ops.aten
@@ -213,8 +214,12 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(0.5), other.nan_to_num(0.5))
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast"])
-@pytest.mark.parametrize("attention", [written_out, torchs, with_a_mask, merged, by_hand, capped_in_float32])
+@pytest.mark.parametrize(
+    ("attention", "kind"),
+    diagonal(
+        [written_out, torchs, with_a_mask, merged, by_hand, capped_in_float32], ["autocast", "float32", "bfloat16"]
+    ),
+)
 def test_attention(
     attention: Callable[..., torch.Tensor], kind: str, device: str, chains: Callable[..., list[str]]
 ) -> None:

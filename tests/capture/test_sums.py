@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_remat.planner import RematConfig
 from lightning_remat.runtime import ScheduledStep
+from tests.helpers.cases import diagonal
 from tests.helpers.parts import USES, Parts
 
 
@@ -41,8 +42,7 @@ def steps(module: nn.Module, step: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("make", [Parts, Looped])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("make", "seed"), diagonal([Parts, Looped], range(8)))
 def test_random_parts(make: type[Parts], seed: int) -> None:
     draw = random.Random(seed)
     parts = [draw.choices(sorted(USES), k=draw.randint(1, 4)) for _ in range(3)]

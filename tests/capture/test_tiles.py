@@ -17,6 +17,7 @@ from lightning_remat import InfeasibleBudgetError, Plan, Rematerialized, remater
 from lightning_remat.capture.tiling import _losses
 from lightning_remat.capture.tiling._losses import Box, gradient_of_rows, loss_of_rows
 from lightning_remat.measure import held_bytes, peak_memory
+from tests.helpers.cases import diagonal
 from tests.helpers.training import Classifier, callback, compare, seeded_losses
 
 aten = torch.ops.aten
@@ -215,8 +216,7 @@ def is_tiled(step: Rematerialized) -> bool:
     return "loss_of_rows" in targets
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "autocast"])
-@pytest.mark.parametrize("loss", TILED)
+@pytest.mark.parametrize(("loss", "kind"), diagonal(TILED, ["autocast", "float32", "bfloat16"]))
 def test_losses_are_computed_in_slices_where_a_peak_needs_it(loss: Callable[..., torch.Tensor], kind: str) -> None:
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
     step = compared(loss, "min", kind == "autocast", dtype)

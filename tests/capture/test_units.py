@@ -19,6 +19,7 @@ from lightning_remat import rematerialize
 from lightning_remat.errors import CaptureError
 from lightning_remat.exactness._bits import same_bits
 from lightning_remat.measure import held_bytes, track_peak
+from tests.helpers.cases import slow_but
 
 WIDTH = 16
 
@@ -215,7 +216,13 @@ def compared(make: Callable[[], Net], rows: tuple[int, ...] = (32,) * 5, budget:
     return made[0]
 
 
-@pytest.mark.parametrize(("way", "whole"), [*((way, True) for way in WAYS), (in_a_loop, False), (with_between, False)])
+@pytest.mark.parametrize(
+    ("way", "whole"),
+    slow_but(
+        {(way, True) for way in (numbered, with_between, with_containers, with_zip)} | {(with_between, False)},
+        [*((way, True) for way in WAYS), (in_a_loop, False), (with_between, False)],
+    ),
+)
 def test_what_is_between_units_is_captured_too(way: Callable[..., Any], whole: bool) -> None:
     step = compared(lambda: sharded(Net(way), whole))
     assert step.failures == ()

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from lightning_remat import InfeasibleBudgetError, Rematerialized, rematerialize
 from lightning_remat.measure import held_bytes, peak_memory
+from tests.helpers.cases import slow_but
 
 STEPS = 3
 Made = tuple[nn.Module, tuple[torch.Tensor, ...]]
@@ -138,7 +139,7 @@ def check_budget(step: Rematerialized, module: nn.Module, batch: tuple[torch.Ten
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("share", [1.0, pytest.param(0.8, marks=pytest.mark.slow), 0.6, 0.4])
+@pytest.mark.parametrize("share", slow_but({1.0, 0.4}, [1.0, 0.8, 0.6, 0.4]))
 @pytest.mark.parametrize("make", [gpt2, transformer, resnet, unet])
 def test_trains_with_eagers_bits_within_the_budget(make: Callable[[], Made], share: float) -> None:
     module, batch, right = eager(make)

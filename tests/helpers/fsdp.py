@@ -142,15 +142,15 @@ def samples(number: int, batch_size: int = 4) -> DataLoader[Any]:
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"val": lambda: samples(8)},
-    "tied": {"make": Tied},
-    "mixed": {"make": Mixed, "gradient_clip_val": 0.1},
+    "tied": {"make": Tied, "last_rows": 0},
+    "mixed": {"make": Mixed, "gradient_clip_val": 0.1, "last_rows": 0},
     "kept": {"make": Kept},
-    "accumulating": {"accumulate_grad_batches": 2},
+    "accumulating": {"accumulate_grad_batches": 2, "last_rows": 0},
     "measured": {"remat": {"measure": True}, "rows": 16, "late": 0.01},
-    "checked": {"remat": {"check": True}},
+    "checked": {"remat": {"check": True}, "last_rows": 0},
     "auto": {"budget": "auto"},
-    "resumed": {"resumed": True},
-    "named": {"strategy": "remat_fsdp2", "remat": {"artifacts": True}},
+    "resumed": {"resumed": True, "last_rows": 0},
+    "named": {"strategy": "remat_fsdp2", "remat": {"artifacts": True}, "last_rows": 0},
     "forward fails": {"fails": "forward"},
     "backward fails": {"fails": "backward"},
 }
@@ -184,8 +184,8 @@ def run(name: str, folder: Path, processes: int) -> None:
     if "val" in case:
         case["val"] = case["val"]()
     case |= {"devices": processes, "default_root_dir": folder, "plugins": [LightningEnvironment()]}
-    # The last batch of each process is smaller.
-    case["train"] = lambda: samples(processes * (batches * rows + rows // 2), rows)
+    last = case.pop("last_rows", rows // 2)  # of each process; the others have ``rows``
+    case["train"] = lambda: samples(processes * (batches * rows + last), rows)
 
     resumed, fails, seconds = case.pop("resumed", False), case.pop("fails", None), case.pop("late", None)
     kind = RematFSDP2Strategy if fails else ModelParallelStrategy

@@ -18,6 +18,7 @@ from torch.nn import functional
 from lightning_remat import Rematerialized, RematWarning, rematerialize
 from lightning_remat.capture._tangents import Layout, alike
 from lightning_remat.runtime import _arrivals
+from tests.helpers.cases import diagonal
 
 Loss = Callable[[torch.Tensor], torch.Tensor]
 
@@ -118,8 +119,7 @@ class Pair:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("make", MAKES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(("make", "loss"), diagonal(MAKES, list(LOSSES)))
 def test_a_loss_outside_has_eagers_bits(make: Callable[[], tuple[nn.Module, torch.Tensor]], loss: str) -> None:
     pair = Pair(make, "min")
     for seed in range(3):

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_remat import RematWarning, rematerialize
 from lightning_remat.runtime import _captures
+from tests.helpers.cases import diagonal
 from tests.helpers.training import measured
 
 WIDTH = 32
@@ -152,8 +153,9 @@ class Alike(nn.Module):
         return self.blocks(x).square().mean()
 
 
-@pytest.mark.parametrize("path", ["", "blocks.0", "blocks.2.after.wide"])
-@pytest.mark.parametrize("kind", ["forward", "forward_pre"])
+@pytest.mark.parametrize(
+    ("path", "kind"), diagonal(["", "blocks.0", "blocks.2.after.wide"], ["forward", "forward_pre"])
+)
 def test_a_hook_that_is_registered_later_runs(path: str, kind: str) -> None:
     results = []
     for wrap in (False, True):
@@ -197,7 +199,7 @@ class Recurrent(nn.LSTM):
     ("make", "switched"),
     [
         (Attention, lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)),
-        (Recurrent, lambda: torch.backends.mkldnn.flags(enabled=False)),
+        pytest.param(Recurrent, lambda: torch.backends.mkldnn.flags(enabled=False), marks=pytest.mark.slow),
     ],
 )
 def test_other_kernels_are_chosen_later(make: type[nn.Module], switched: Any) -> None:

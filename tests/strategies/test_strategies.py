@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from lightning_remat.callbacks.module_state import ModuleState
 from lightning_remat.errors import ConfigError
 from lightning_remat.runtime._accumulate import Accumulator
 from lightning_remat.strategies import RematDDPStrategy, RematStrategy, _undo
+from tests.helpers.cases import slow_but
 from tests.helpers.failing import failing
 from tests.helpers.training import Classifier, Validated, assert_same, callback, fit, loader, trainer
 
@@ -322,16 +324,14 @@ def graphs(make: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize(
     ("make", "where", "step"),
-    [
-        *[
-            (make, where, step)
-            for make in (Taught, TaughtOutside)
-            for where in ("forward", "backward")
-            for step in (0, 2)
+    slow_but(
+        {(Taught, "forward", 0), (Taught, "backward", 2), (TaughtOutside, "forward", 2), (Odd, "forward", 0)},
+        [
+            *itertools.product((Taught, TaughtOutside), ("forward", "backward"), (0, 2)),
+            (Odd, "forward", 0),
+            (Odd, "backward", 2),
         ],
-        (Odd, "forward", 0),
-        (Odd, "backward", 2),
-    ],
+    ),
 )
 def test_what_a_step_moves_is_moved_once(make, where, step):
     remat, strategy, several = callback(0.9), RematStrategy(), graphs(make)

@@ -38,15 +38,15 @@ def _unasked_decompositions(symbolic: bool) -> list[OpOverload]:
     kept = (*_KEEP_DECOMPOSED, *(_KEEP_FOR_SYMBOLS if symbolic else ()))
     return [
         op
-        for op in _overloads(len(dir(torch.ops.aten)))
+        for op in _overloads(tuple(dir(torch.ops.aten)))
         if not op.py_kernels.keys().isdisjoint(_COMPOSITE_KEYS) and op.__name__.partition(".")[0] not in kept
     ]
 
 
 @functools.lru_cache(maxsize=1)
-def _overloads(names: int) -> list[OpOverload]:
-    """All overloads of the ATen ops that are known: there are ``names``, more where others were asked for."""
-    packets = [getattr(torch.ops.aten, name) for name in dir(torch.ops.aten)]
+def _overloads(names: tuple[str, ...]) -> list[OpOverload]:
+    """All overloads of these ATen ops."""
+    packets = [getattr(torch.ops.aten, name) for name in names]
     return [getattr(packet, name) for packet in packets if hasattr(packet, "overloads") for name in packet.overloads()]
 
 
