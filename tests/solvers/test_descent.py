@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from lightning_remat.schedule import verify
 from lightning_remat.solvers import Problem, Status, find_smallest, solve
-from lightning_remat.solvers.common._eviction import evict, gaps
-from lightning_remat.solvers.common._prune import CHARGES, keep_longer, once, required
+from lightning_remat.solvers.common._eviction import Moments, evict, gaps
+from lightning_remat.solvers.common._prune import CHARGES, drop_unused, keep_longer, once, required
 from lightning_remat.solvers.common._working_set import least_bytes
 from tests.helpers.brute_force import cheapest_of_any_order
 from tests.helpers.graphs import random_graph, recomputing_sequence, unit_chain
@@ -44,6 +44,19 @@ def test_a_value_that_is_given_up_is_not_held_meanwhile() -> None:
     assert other.nodes.count(problem.producer[v]) == 2
     assert len(other.nodes) == len(sequence.nodes) + 1
     assert problem.evaluate(other).peak_bytes == problem.evaluate(sequence).peak_bytes - 1
+
+
+def test_what_is_said_to_lower_nothing_does_not() -> None:
+    said = 0
+    for seed in range(400):
+        problem = Problem(random_graph(seed, 9, 9))
+        now = Moments(problem, drop_unused(problem, recomputing_sequence(problem, seed + 1)))
+        for gap in gaps(problem, now.sequence):
+            other = evict(problem, now.sequence, [gap])
+            if now.lowers_nothing(gap):
+                assert other is None or problem.evaluate(other).peak_bytes > now.height[0]
+                said += other is not None
+    assert said > 50
 
 
 @given(st.integers(0, 10_000), st.integers(0, 10_000), st.sampled_from(sorted(CHARGES)), st.booleans())
