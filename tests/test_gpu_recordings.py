@@ -204,6 +204,39 @@ def test_a_closed_step_gives_its_memory_back() -> None:
     assert reserved() - before <= 20 * 2**20
 
 
+def literal(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.tensor([1.0, 3.0], device=x.device).sum() + torch.tensor(0.5).to(x.device)
+
+
+def counted(x: torch.Tensor) -> torch.Tensor:
+    """Added to in place: each step has a copy of its own."""
+    places = (torch.arange(8)[None] % 3).to(x.device, torch.float32)
+    places += 1
+    return x + places
+
+
+@pytest.mark.parametrize("changed", [literal, counted])
+def test_constants_from_the_host_lie_on_the_device(changed: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    network, data = torch.nn.Linear(8, 8).cuda(), [torch.randn(4, 8, device="cuda") for _ in range(8)]
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return changed(network(changed(x)).tanh()).square().mean()
+
+    step = rematerialize(call, "min", cuda_graphs=True, cost_model="unit", time_limit=1.0)
+    found = []
+    for run in (call, step):
+        held: list[torch.Tensor] = []
+        for x in data:
+            network.zero_grad()
+            loss = run(x)
+            loss.backward()
+            held += [loss.detach().clone(), *(p.grad.clone() for p in network.parameters() if p.grad is not None)]
+        found.append(held)
+    assert all(map(torch.equal, *found)) and len(found[0]) == 3 * len(data)
+    assert recorded(step) == 1 and step.plan is not None
+    assert not any("_to_copy" in op.target for op in step.plan.graph.ops)
+
+
 @pytest.mark.parametrize(("copies", "words"), [("to the device", "device=..."), ("to the host", "copy it afterwards")])
 def test_a_copy_that_the_step_waits_for_is_told_of(copies: str, words: str) -> None:
     network, data = torch.nn.Linear(8, 8).cuda(), [torch.randn(4, 8, device="cuda") for _ in range(6)]

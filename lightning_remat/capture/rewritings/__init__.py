@@ -23,6 +23,7 @@ from lightning_remat.capture._effects import call_directly
 from lightning_remat.capture._scatters import write_parts_alone
 from lightning_remat.capture.packed._joint import call_packed
 from lightning_remat.capture.rewritings._batch_norm import call_cudnn, free_running_statistics, give_batch_norm_memory
+from lightning_remat.capture.rewritings._constants import constants_on_their_device
 from lightning_remat.capture.rewritings._convolutions import split_convolution_backward
 from lightning_remat.capture.rewritings._detach import drop_detach
 from lightning_remat.capture.rewritings._dropout import split_dropout
@@ -63,6 +64,7 @@ def in_order(num_fwd_outputs: int, hand_over: HandOver) -> tuple[Rewriting, ...]
     return (
         call_directly,
         drop_detach,
+        constants_on_their_device,
         sizes_from_symbols,
         choose_gradients_of_products,
         leave_zeros_beside_extrema,
