@@ -1,8 +1,8 @@
-"""What a step makes on the host of nothing but constants, and copies to the device, lies there: it is copied there.
+"""What a step makes on the host of constants alone, and copies to the device, is kept on the device, and copied there.
 
 ``torch.tensor([1.0, 2.0], device="cuda")``, ``torch.arange(8).to(x.device)``: eager mode makes them anew in each step, which
-waits for the copy, and for which no CUDA graph can be recorded. Elementwise ops and views of constants have the same bits each
-time, as do factories; with what reads other memory, or adds up, they stay as they are.
+waits for the copy, and for which no CUDA graph can be recorded. Factories, views, copies and elementwise ops have the same bits
+each time; sums may depend on the number of threads, and stay as they are, with what reads other memory.
 """
 
 from __future__ import annotations
@@ -42,6 +42,12 @@ _MADE = frozenset(
         aten.permute.default,
         aten.slice.Tensor,
         aten.select.int,
+        aten.cat.default,
+        aten.repeat.default,
+        aten.flip.default,
+        aten.tril.default,
+        aten.triu.default,
+        aten.cumsum.default,  # one after the other, however many threads there are
     }
 )
 
