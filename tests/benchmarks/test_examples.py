@@ -27,7 +27,7 @@ EXAMPLES = {
 }
 
 
-SLOWEST = {"segmentation", "diffusion", "speech", "ddp", "fabric", "gnn", "lora"}
+SLOWEST = {"segmentation", "diffusion", "speech", "ddp", "fabric", "gnn", "lora", "batch_size_finder"}
 """What these use of the callback has tests of its own."""
 
 

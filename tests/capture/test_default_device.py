@@ -13,6 +13,7 @@ from torch.nn import functional
 from torch.nn.utils import rnn
 
 from lightning_remat import rematerialize
+from tests.helpers.cases import slow_but
 
 
 class Words(nn.Module):
@@ -123,7 +124,7 @@ def check(
     assert results[0] == results[1] and step.plans and not step.failures
 
 
-@pytest.mark.parametrize("budget", [1.0, "min"])
+@pytest.mark.parametrize("budget", slow_but({"min"}, [1.0, "min"]))
 @pytest.mark.parametrize(("make", "batch"), USES)
 def test_bits(make: Callable[[], nn.Module], batch: Callable[[], tuple[Tensor, ...]], budget: float | str) -> None:
     check(make, batch, budget, "cpu", "meta")

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrize
 from lightning_remat import Rematerialized, rematerialize
 from lightning_remat.capture._torch import _module_guards
 from lightning_remat.capture._torch._module_guards import ModuleGuards
+from tests.helpers.cases import diagonal
 
 
 class Block(nn.Module):
@@ -213,8 +214,7 @@ UNSEEN = {_wider} if torch.__version__.startswith("2.11.") else set[object]()
 """Changes that torch's own guards do not see."""
 
 
-@pytest.mark.parametrize("kind", [Net, Guarded])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__.strip("_"))
+@pytest.mark.parametrize(("change", "kind"), diagonal(CHANGES, [Net, Guarded]))
 def test_a_change_is_noticed(change: Callable[[Net], None], kind: type[Net], answers: list[bool]) -> None:
     if change in UNSEEN:
         pytest.skip("torch goes on with the old sizes")

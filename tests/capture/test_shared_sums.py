@@ -20,6 +20,7 @@ from lightning_remat.capture._torch import _autograd_graph
 from lightning_remat.capture.gradients import _sums
 from lightning_remat.capture.gradients._sums import OPENS, opened
 from lightning_remat.measure import peak_memory
+from tests.helpers.cases import slow_but
 from tests.helpers.parts import USES, Parts
 
 
@@ -160,7 +161,7 @@ class Part(Parts):
         return self.part(self.parts[0], h, x)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", slow_but(range(6), range(12)))
 def test_random_modules_and_what_is_around_them(seed: int) -> None:
     draw = random.Random(seed)
     uses = draw.choices(sorted(USES), k=draw.randint(1, 4))

@@ -19,6 +19,7 @@ from lightning_remat._profiler import profiler_running
 from lightning_remat.measure import peak_memory, track_peak
 from lightning_remat.planner import _make
 from lightning_remat.runtime import _measured_step, _measuring
+from tests.helpers.cases import slow_but
 from tests.helpers.training import assert_same, measured
 
 MIB = 2**20
@@ -152,7 +153,7 @@ def test_a_device_that_had_room_for_a_step_goes_on_to_have_it(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("share", [0.3, "min"])
+@pytest.mark.parametrize("share", slow_but({"min"}, [0.3, "min"]))
 def test_between_two_graphs(share: float | str) -> None:
     torch.manual_seed(0)
     original, x = Between(4), torch.randn(2048, 64)

@@ -19,6 +19,7 @@ from lightning_remat.planner import _host
 from lightning_remat.runtime import _recordings
 from lightning_remat.schedule import OUTSIDE
 from tests.exactness.test_exactness import Outcome, check_budget, eager, gpt2, unet
+from tests.helpers.cases import slow_but
 from tests.helpers.host_copies import Copies, planned_with_copies
 from tests.helpers.nets import Net, inputs, net, same
 from tests.helpers.tapes import FakeTapes
@@ -137,7 +138,7 @@ def test_of_sizes_that_vary_nothing_is_copied_and_that_is_logged_once(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("make", [gpt2, unet])
+@pytest.mark.parametrize("make", slow_but({gpt2}, [gpt2, unet]))
 def test_networks_train_with_eagers_bits_within_the_budget_for_less(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """By plans, with copies as fast as a GPU's."""
     monkeypatch.setattr(_host, "copy_speeds", lambda *_: Host(0, 2e10, 2e10, 1e-6))

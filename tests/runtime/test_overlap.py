@@ -16,8 +16,6 @@ from tests.runtime.test_distributed import run, start
 OVERLAPPED = [
     "overlapped",
     "overlapped-narrow",
-    "overlapped-static",
-    "overlapped-tied",
     "overlapped-added",
     "overlapped-sometimes",
     "overlapped-bf16",
@@ -55,6 +53,12 @@ def test_the_numbers_are_those_of_ddp(found, case):
 def test_a_step_is_checked_that_runs_as_a_whole_meanwhile(found):
     for process in found["overlapped-checked"]:
         assert process["check"].startswith("checked: loss and 20 gradients are bit for bit")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["overlapped-static", "overlapped-tied"])
+def test_other_ways_have_the_numbers_of_ddp(tmp_path, case):
+    test_the_numbers_are_those_of_ddp(run(tmp_path, case), case)
 
 
 @pytest.mark.slow
@@ -108,7 +112,7 @@ def test_a_backward_is_repeated_whose_gradients_have_left_it_in_part(tmp_path, c
     assert (undisturbed["recoveries"], disturbed["recoveries"]) == (0, times)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_where_one_process_cannot_go_on_all_end_with_its_error(tmp_path):
     case = "stage always fails"
     ended = start(tmp_path, case, timeout=120)

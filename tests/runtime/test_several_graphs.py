@@ -13,6 +13,7 @@ import torch
 from lightning_remat import InfeasibleBudgetError, rematerialize
 from lightning_remat.measure import held_bytes, peak_memory
 from lightning_remat.runtime import _paths
+from tests.helpers.cases import slow_but
 
 
 class Broken(torch.nn.Module):
@@ -51,7 +52,10 @@ def train(call: Any, module: torch.nn.Module, x: torch.Tensor, steps: int) -> li
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("parts", "share", "planned"), [(2, 0.8, (1, 2)), (2, 0.3, (3,)), (3, 0.3, (3,))])
+@pytest.mark.parametrize(
+    ("parts", "share", "planned"),
+    slow_but({(2, 0.8, (1, 2)), (3, 0.3, (3,))}, [(2, 0.8, (1, 2)), (2, 0.3, (3,)), (3, 0.3, (3,))]),
+)
 def test_graphs_share_one_budget(share: float, parts: int, planned: tuple[int, ...]) -> None:
     """Each is planned as it comes, then all of them together, and again where they were measured to hold less."""
     torch.manual_seed(0)

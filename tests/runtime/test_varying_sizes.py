@@ -17,6 +17,7 @@ from lightning_remat import InfeasibleBudgetError, rematerialize
 from lightning_remat.measure import held_bytes, peak_memory
 from lightning_remat.runtime._captures import STATIC_CAPTURES
 from lightning_remat.runtime._sized_plans import STEPS_A_DOUBLING, rounded_up
+from tests.helpers.cases import slow_but
 from tests.helpers.training import LENGTHS, Classifier, batches_of_lengths, callback, compare
 
 
@@ -88,7 +89,7 @@ def graphs(step: Any) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("budget", [1.0, 0.5])
+@pytest.mark.parametrize("budget", slow_but({0.5}, [1.0, 0.5]))
 def test_sequences_of_many_lengths(budget: float) -> None:
     step = compared(Encoder(), [tokens(n) for n in LENGTHS], budget=budget)
     assert graphs(step) == STATIC_CAPTURES + 1
@@ -181,7 +182,7 @@ class Breaks(Encoder):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("make", [Decides, Breaks])
+@pytest.mark.parametrize("make", slow_but({Breaks}, [Decides, Breaks]))
 def test_where_sizes_cannot_be_symbols_each_is_captured(make: type[Encoder]) -> None:
     step = compared(make(), [tokens(n) for n in LENGTHS[: STATIC_CAPTURES + 1]], budget=0.7)
     assert graphs(step) >= STATIC_CAPTURES + 1
