@@ -195,7 +195,7 @@ def test_learning_rates_and_checkpoints_are_the_same(tmp_path: Any) -> None:
     assert scheduled.trainer.checkpoint_callback.best_model_path
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_spawned_processes_train_the_same() -> None:
     """The Trainer, its callbacks and the module are pickled; what comes back has the same bits."""
     options = {"strategy": "ddp_spawn", "devices": 2, "train": lambda: loader(32)}

@@ -12,6 +12,7 @@ import transformers
 from torch import nn
 
 from lightning_remat import rematerialize
+from tests.helpers.cases import slow_but
 
 WORDS = 40
 
@@ -40,7 +41,7 @@ NEWER = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 17)
 
 @pytest.mark.long
 @pytest.mark.skipif(not NEWER, reason=f"transformers {transformers.__version__} computes in another way")
-@pytest.mark.parametrize("model", [mamba, mixtral, long_t5])
+@pytest.mark.parametrize("model", slow_but({mamba, mixtral}, [mamba, mixtral, long_t5]))
 def test_bits_are_those_of_eager_mode(model: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     eager = model()

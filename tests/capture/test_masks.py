@@ -263,8 +263,8 @@ def test_any_mask() -> None:
     assert len(pair.step.plans) == 2
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "llama without cache"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "llama without cache"])
 def test_lengths_that_vary(name: str) -> None:
     pair = Pair(MODELS[name])
     for rows, length in [(3, 40), (3, 36), (3, 33), (3, 47), (3, 51), (2, 60)]:

@@ -14,6 +14,7 @@ import torch
 
 from lightning_remat.capture._torch._versions import NAMES, RELEASES, Unavailable, missing, unknown_torch
 from lightning_remat.errors import CaptureError
+from tests.helpers.cases import slow_but
 from tests.helpers.graphs import unit_chain
 from tests.helpers.private_names import ROOT
 
@@ -56,7 +57,7 @@ def test_what_is_not_there_says_why() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["GONE", "NEW"])
+@pytest.mark.parametrize("kind", slow_but({"NEW"}, ["GONE", "NEW"]))
 def test_training_on_a_torch_that_is_not_known(kind: str, tmp_path: Path) -> None:
     """Two epochs with the callback, with the strategy and of Fabric, and a plan from a file, in a process of their own."""
     graph = tmp_path / "graph.json"

@@ -125,7 +125,7 @@ def test_one_process_searches_on_for_all(tmp_path):
     assert set(taken[0]) & set(taken[1])  # which process takes what, and when, is its own affair
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_infeasible_budget_is_told_in_both(tmp_path):
     for process in run(tmp_path, "infeasible")["infeasible"]:
         assert "smallest feasible budget found is" in process["error"]

@@ -14,7 +14,8 @@ import pytest
 
 from tests.helpers.places import ROOT
 
-CASES = ["plain", "tied", "mixed", "kept", "accumulating", "measured", "checked", "auto", "resumed", "named"]
+CASES = ["plain", "mixed", "accumulating", "measured", "checked", "auto", "resumed"]
+MORE = ["tied", "kept", "named"]
 
 
 def start(folder: Path, processes: int, *cases: str, timeout: float = 600.0) -> subprocess.CompletedProcess[str]:
@@ -47,6 +48,14 @@ def test_the_numbers_are_those_without_the_callback(found, case):
         if case != "auto":  # where the step fits as it is
             assert any(plan["rematerializes"] for plan in process["plans"])
             assert len(process["plans"]) >= 3, "blocks, what is before them, and what is after them"
+
+
+@pytest.mark.slow
+def test_other_ways_have_the_numbers_without_the_callback(tmp_path):
+    others = run(tmp_path, 2, *MORE)
+    for case in MORE:
+        test_the_numbers_are_those_without_the_callback(others, case)
+        test_all_run_the_same_plans(others, case)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -129,7 +129,7 @@ def test_gradients_in_buckets_are_not_held_beside_them(found):
             assert process["plans"][0]["gradients"] <= 64  # that of the loss
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_set_of_gradients_less_is_held_where_they_are_accumulated(tmp_path):
     """With few activations beside them the new ones are what the peak is made of."""
     cases = ("accumulated, taken", "accumulated, returned")

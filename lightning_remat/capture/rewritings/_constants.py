@@ -96,7 +96,7 @@ def _is_constant(node: torch.fx.Node, found: dict[torch.fx.Node, torch.Tensor]) 
 def _computed(node: torch.fx.Node, found: dict[torch.fx.Node, torch.Tensor]) -> torch.Tensor:
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), found.__getitem__)
     target: Any = node.target
-    with real_tensors(), torch.no_grad():
+    with real_tensors(), torch.no_grad(), torch.autocast("cpu", enabled=False):  # the trace has made its casts
         value: torch.Tensor = target(*args, **kwargs)
     return value
 
