@@ -53,8 +53,8 @@ def rows_of(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["method"]: row for row in network["rows"]}
 
 
+@pytest.mark.slow
 class TestPeers:
-    @pytest.mark.long
     def test_every_method_has_a_row(self, peers: tuple[dict[str, Any], str, Path]) -> None:
         data, printed, folder = peers
         methods = [method.name for method in all_methods([1.0, 0.01, "min"], memory_budgets=[0.3], inductor_budgets=[])]

@@ -27,7 +27,7 @@ EXAMPLES = {
 }
 
 
-SLOWEST = {"segmentation", "diffusion", "speech", "ddp", "fabric", "gnn", "lora", "batch_size_finder", "fsdp2"}
+SLOWEST = {"segmentation", "diffusion", "speech", "ddp", "fabric", "gnn", "lora", "batch_size_finder", "fsdp2", "vit"}
 """What these use of the callback has tests of its own."""
 
 

@@ -155,6 +155,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[
 Run = Callable[..., tuple[int, list[str]]]
 
 
+@pytest.mark.slow
 class TestSuite:
     @pytest.mark.long
     def test_a_second_run_goes_on_where_the_first_was(self, run: Run, tmp_path: Path) -> None:

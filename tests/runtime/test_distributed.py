@@ -112,7 +112,7 @@ def test_buckets_are_counted(found):
         assert all(plan["resident"] >= weights for process in found[case] for plan in process["plans"])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_one_process_searches_on_for_all(tmp_path):
     taken = []
     for process in run(tmp_path, "background")["background"]:
