@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lightning_remat.capture._torch import _module_guards, _tracing
+from lightning_remat.capture._torch import _module_guards
 from lightning_remat.cost import _profile, _timing
 from lightning_remat.planner import _plan_cache
 from lightning_remat.solvers.common import _clock
@@ -43,13 +43,11 @@ _tests = itertools.count()
 
 
 @pytest.fixture(autouse=True)
-def _what_is_there_already_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+def _what_is_there_already_is_not_searched() -> None:
     """Modules and caches are millions of objects, and each measurement collects garbage, and looks for the tensors there are.
 
-    What is there when a test begins is set aside, and looked at again now and then: that takes seconds. Nor does each capture
-    count it to see whether there is any.
+    What is there when a test begins is set aside, and looked at again now and then: that takes seconds.
     """
-    monkeypatch.setattr(_tracing, "anything_frozen", lambda: True)
     if next(_tests) % TESTS_BETWEEN_SEARCHES == TESTS_BETWEEN_SEARCHES - 1:
         gc.unfreeze()
     set_aside()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_remat import Plan
+from tests.helpers.cases import slow_but
 from tests.helpers.places import ROOT
 
 EXAMPLES = {
@@ -27,14 +28,9 @@ EXAMPLES = {
 }
 
 
-SLOWEST = {"segmentation", "diffusion", "speech", "ddp", "fabric", "gnn", "lora", "batch_size_finder", "fsdp2", "vit"}
-"""What these use of the callback has tests of its own."""
-
-
+# What the others use of the callback has tests of its own.
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOWEST else []) for name in EXAMPLES]
-)
+@pytest.mark.parametrize("name", slow_but({"hydra", "lightning_cli", "hf_loop"}, EXAMPLES))
 def test_example(name: str, tmp_path: Path) -> None:
     environment = {**os.environ, "LIGHTNING_REMAT_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "examples" / name / "train.py"), *EXAMPLES[name].split()]

@@ -17,6 +17,7 @@ from torch.nn import functional
 from lightning_remat import rematerialize
 from lightning_remat.capture.tracing._early import MOST_ANSWERS
 from lightning_remat.runtime._captures import MOST_CAPTURES
+from tests.helpers.cases import slow_but
 from tests.helpers.training import Classifier, compare
 
 Use = Callable[["Words", Tensor, Tensor], Tensor]
@@ -293,20 +294,14 @@ def by_class(module: Words, ids: Tensor, mask: Tensor) -> Tensor:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "use",
-    [
-        pytest.param(balanced, marks=pytest.mark.slow),
-        pytest.param(by_class, marks=pytest.mark.slow),
-        pytest.param(trimmed, marks=pytest.mark.slow),
-        pytest.param(trimmed_and_written, marks=pytest.mark.slow),
-        trimmed_and_asked,
-        cut_off,
-        pytest.param(counting, marks=pytest.mark.slow),
-        repeated,
-        found,
-        selected,
-        in_a_loop,
-    ],
-)
+    slow_but(
+        {trimmed_and_asked, cut_off, repeated, found, selected, in_a_loop},
+        [
+            balanced, by_class, trimmed, trimmed_and_written, trimmed_and_asked, cut_off, counting, repeated, found,
+            selected, in_a_loop,
+        ],
+    ),
+)  # fmt: skip
 def test_sizes_that_follow_from_values_become_symbols(use: Use) -> None:
     step = check(use)
     assert graphs(step) <= 5 and sum(step.runs) == BATCHES and not step.failures

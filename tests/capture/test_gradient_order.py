@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from benchmarks import networks
 from lightning_remat.capture import _torch as internals
 from lightning_remat.planner import RematConfig
 from lightning_remat.runtime import ScheduledStep
+from tests.helpers.cases import slow_but
 
 
 def order(module: nn.Module, run: Callable[[], Any]) -> list[str]:
@@ -42,22 +44,11 @@ def compared(module: nn.Module, call: Callable[[Callable[..., Any]], Any], monke
 
 
 NETWORKS = ["gpt2", "t5", "swin", "resnet18", "unet", "mobilenet"]
-IN_CI = {"gpt2", "unet"}  # of those under autocast
-SLOW = {"t5", "swin", "resnet18", "unet", "gpt2"}
 
 
 @pytest.mark.parametrize(
     ("name", "half"),
-    [
-        *(
-            pytest.param(name, False, id=f"{name}-float32", marks=pytest.mark.slow if name in SLOW else [])
-            for name in NETWORKS
-        ),
-        *(
-            pytest.param(name, True, id=f"{name}-autocast", marks=[] if name in IN_CI else pytest.mark.slow)
-            for name in NETWORKS
-        ),
-    ],
+    slow_but({("mobilenet", False), ("gpt2", True), ("unet", True)}, itertools.product(NETWORKS, (False, True))),
 )
 def test_networks(name: str, half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     work = networks.build(name, "tiny")

@@ -34,7 +34,7 @@ from tests.helpers.graphs import random_graph, unit_chain
 
 @pytest.mark.long
 @given(st.integers(0, 10_000), st.floats(0.3, 1.0))
-@settings(max_examples=8)
+@settings(max_examples=15)
 def test_every_method_returns_what_it_says(seed: int, share: float) -> None:
     graph = random_graph(seed, 6, 6)
     problem = Problem(graph)

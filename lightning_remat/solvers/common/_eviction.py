@@ -9,6 +9,7 @@ from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._lifetimes import LONGEST
 from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem
 from lightning_remat.solvers.common._prune import drop_unused
+from lightning_remat.solvers.common._rollout import computed_again
 
 Gap = tuple[int, int, int]
 """A value, the position of one use or of its making, and that of the next use."""
@@ -90,7 +91,7 @@ class Moments:
         node = self.sequence.nodes[position]
         held = bytearray(flags)
         held[v] = 0
-        again = _computed_again(problem, held, node)
+        again = computed_again(problem, held, node)
         if again is None or len(self.sequence.nodes) + len(again) > LONGEST * len(problem):
             return True
         made = [w for one in again for w in problem.writes[one]]
@@ -112,32 +113,6 @@ class Moments:
             for v in {v for v in (*problem.reads[one], *writes) if v in made and last.get(v, -1) <= at}:
                 nbytes -= problem.nbytes[v]
         return most
-
-
-def _computed_again(problem: PlainProblem, held: bytearray, node: int) -> list[int] | None:
-    """The nodes that run before ``node``, for it to have what it reads and is not held; ``held`` has their results then.
-
-    ``None`` where one of them may not run again.
-    """
-    reads, writes, producer, recomputable = problem.reads, problem.writes, problem.producer, problem.recomputable
-    nodes: list[int] = []
-    stack = [node]
-    while True:
-        now = stack[-1]
-        missing = [producer[v] for v in reads[now] if not held[v]]
-        if missing:
-            if not all([recomputable[made] for made in missing]):
-                return None
-            stack.extend(missing)
-            continue
-        stack.pop()
-        if not stack:
-            return nodes
-        if all([held[v] for v in writes[now]]):
-            continue  # two readers asked for it
-        nodes.append(now)
-        for v in writes[now]:
-            held[v] = 1
 
 
 def evict(
@@ -170,7 +145,7 @@ def evict(
             boundary = len(nodes)
         for v in reads[node]:
             if not held[v]:
-                again = _computed_again(problem, held, node)
+                again = computed_again(problem, held, node)
                 break
         else:
             again = []

@@ -14,6 +14,32 @@ from lightning_remat.solvers.common._problem import NodeSequence, PlainProblem
 Keep = frozenset[int]
 
 
+def computed_again(problem: PlainProblem, held: bytearray, node: int) -> list[int] | None:
+    """The nodes that run before ``node``, for it to have what it reads and is not held; ``held`` has their results then.
+
+    ``None`` where one of them may not run again.
+    """
+    reads, writes, producer, recomputable = problem.reads, problem.writes, problem.producer, problem.recomputable
+    nodes: list[int] = []
+    stack = [node]
+    while True:
+        now = stack[-1]
+        missing = [producer[v] for v in reads[now] if not held[v]]
+        if missing:
+            if not all([recomputable[made] for made in missing]):
+                return None
+            stack.extend(missing)
+            continue
+        stack.pop()
+        if not stack:
+            return nodes
+        if all([held[v] for v in writes[now]]):
+            continue  # two readers asked for it
+        nodes.append(now)
+        for v in writes[now]:
+            held[v] = 1
+
+
 def rollout(problem: PlainProblem, keep: Iterable[int], forget: Collection[int] = frozenset()) -> NodeSequence:
     """The sequence that keeps the values ``keep`` from the forward and computes others again when they are needed.
 
@@ -27,8 +53,7 @@ def rollout(problem: PlainProblem, keep: Iterable[int], forget: Collection[int] 
     Returns:
         A sequence that evaluates every forward node once before the boundary. Its peak is not bounded by anything.
     """
-    boundary, producer, reads, writes = problem.boundary, problem.producer, problem.reads, problem.writes
-    recomputable = problem.recomputable
+    boundary, writes, recomputable = problem.boundary, problem.writes, problem.recomputable
     present = bytearray(len(problem.nbytes))
     for v in keep:
         present[v] = 1
@@ -40,24 +65,14 @@ def rollout(problem: PlainProblem, keep: Iterable[int], forget: Collection[int] 
                 present[v] = 1
     nodes = list(range(boundary))
     for target in range(boundary, len(problem)):
-        forgotten: list[int] = []
-        stack = [target]
-        while stack:
-            node = stack[-1]
-            missing = [producer[v] for v in reads[node] if not present[v]]
-            if missing:
-                stack.extend(missing)
-                continue
-            stack.pop()
-            if node != target and all([present[v] for v in writes[node]]):
-                continue  # two readers asked for it
-            nodes.append(node)
-            for v in writes[node]:
-                present[v] = 1
-                if forget and node < boundary and v in forget:
-                    forgotten.append(v)
-        for v in forgotten:
-            present[v] = 0
+        again = computed_again(problem, present, target)
+        assert again is not None  # what may run only once is kept
+        nodes += (*again, target)
+        for v in writes[target]:
+            present[v] = 1
+        if forget:
+            for v in [v for node in again if node < boundary for v in writes[node] if v in forget]:
+                present[v] = 0
     return NodeSequence(tuple(nodes), boundary)
 
 
