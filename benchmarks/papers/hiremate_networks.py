@@ -26,7 +26,7 @@ from benchmarks.networks import MeanSquare, NextToken, SequenceToSequence
 from benchmarks.papers.kusumoto_networks import Classifier
 from lightning_remat.cli._capture import Step, captured_graph
 from lightning_remat.errors import CaptureError
-from lightning_remat.graph import ComputationGraph
+from lightning_remat.graph import ComputationGraph, Op
 
 PIXELS, TOKENS, VECTORS = 256, 512, 200
 
@@ -394,4 +394,11 @@ def gradients_resident(graph: ComputationGraph) -> ComputationGraph:
     own = {graph.tensors[t].storage for t in graph.backward_outputs} - graph.input_storages
     held = sum(graph.storages[s] for s in own)
     storages = tuple(0 if s in own else size for s, size in enumerate(graph.storages))
-    return dataclasses.replace(graph, storages=storages, resident_bytes=graph.resident_bytes + held)
+
+    def without_gradients(op: Op) -> Op:  # no op runs in place between what is held outside and what is not
+        may = tuple(t for t in op.overwritable if graph.tensors[t].storage not in own)
+        result = graph.tensors[op.outputs[0]].storage if may else None
+        return dataclasses.replace(op, overwritable=() if result in own else may)
+
+    ops = tuple(without_gradients(op) if op.overwritable else op for op in graph.ops)
+    return dataclasses.replace(graph, ops=ops, storages=storages, resident_bytes=graph.resident_bytes + held)

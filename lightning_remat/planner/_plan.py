@@ -46,7 +46,7 @@ class Plan:
         baseline_peak_bytes, baseline_seconds: peak and time of the captured step without rematerialization.
         solver: the method that made the schedule.
         status: how the solve ended.
-        lower_bound_seconds: no schedule in ``bound_scope`` that fits the budget takes less time.
+        lower_bound_seconds: no schedule of ``graph`` in ``bound_scope`` that fits the budget takes less time.
         bound_scope: the schedules that the bound holds for, in words.
         solve_seconds, cost_seconds: wall time of solving, and of measuring the ops, in seconds.
         notes: what happened on the way, in words.

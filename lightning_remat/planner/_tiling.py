@@ -31,6 +31,9 @@ _TOLD: dict[Tiling | Fusing, str] = {
 }
 """What is said of a plan of each form."""
 
+OF_THIS_FORM = ", of the step in this form"
+"""Added to the scope of a bound on a plan of another form than the captured one."""
+
 _Form = TypeVar("_Form")
 _Made = TypeVar("_Made")
 
@@ -125,7 +128,7 @@ def over(plan: Plan) -> int:
 def beside_untiled(plan: Plan, captured: CapturedGraph) -> Plan:
     """The plan of another form, with peak and time of the step without rematerialization as it was captured.
 
-    Its lower bound is no higher than that: a schedule of the step as it was captured may be as fast.
+    Its lower bound speaks of schedules of its own form (`of_this_form`).
     """
     if captured.untiled is None:
         return plan
@@ -140,7 +143,12 @@ def beside_untiled(plan: Plan, captured: CapturedGraph) -> Plan:
         untiled=graph,
         baseline_peak_bytes=baseline.peak_bytes,
         baseline_seconds=baseline.seconds,
-        lower_bound_seconds=min(plan.lower_bound_seconds, baseline.seconds),
+        bound_scope=of_this_form(plan.bound_scope),
         status=Status.FEASIBLE if plan.predicted_seconds > baseline.seconds else plan.status,
         notes=(*plan.notes, *told),
     )
+
+
+def of_this_form(scope: str) -> str:
+    """The scope of a lower bound, in words, for a plan of another form than the captured one."""
+    return scope if not scope or scope.endswith(OF_THIS_FORM) else scope + OF_THIS_FORM

@@ -8,6 +8,7 @@ import logging
 from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._plan_cache import fingerprint
+from lightning_remat.planner._tiling import of_this_form
 from lightning_remat.runtime._graph import Graph
 from lightning_remat.runtime._plans import Plans
 from lightning_remat.runtime._search import Search
@@ -48,6 +49,7 @@ class Improving:
                 graph.memory, plan.graph, solution.schedule, plan.budget_bytes
             )
         if fits and solution is not None and solution.schedule is not None:
+            bound, scope = max((one.lower_bound_seconds, one.bound_scope) for one in (solution, plan))
             plan = dataclasses.replace(
                 plan,
                 schedule=solution.schedule,
@@ -55,8 +57,8 @@ class Improving:
                 predicted_seconds=solution.seconds,
                 solver=solution.method,
                 status=solution.status,
-                lower_bound_seconds=max(solution.lower_bound_seconds, plan.lower_bound_seconds),
-                bound_scope=solution.bound_scope,
+                lower_bound_seconds=bound,
+                bound_scope=scope if plan.untiled is None else of_this_form(scope),
                 solve_seconds=solution.solve_seconds,
                 notes=(*solution.notes, "found while training ran on an earlier plan"),
                 footprint=footprint,

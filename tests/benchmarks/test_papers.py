@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from benchmarks.papers import kumar
+from lightning_remat.solvers import Problem
+from tests.helpers.graphs import random_graph
 
 ROUNDING = 1 + 1e-6
 PIXELS = {"VGG16": 15.47e9}
@@ -21,6 +23,19 @@ def written(main: Any, folder: Path, arguments: Sequence[str] = ("--quick",)) ->
     assert main([*arguments, "--out", str(out)]) == 0
     assert out.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     return json.loads(out.read_text())
+
+
+def test_gradients_are_held_outside_of_what_is_planned() -> None:
+    from benchmarks.papers.hiremate_networks import gradients_resident
+
+    for seed in range(40):
+        graph = random_graph(seed, forward_ops=6, backward_ops=8, overwriting=True)
+        beside = gradients_resident(graph)
+        gradients = {graph.tensors[t].storage for t in graph.backward_outputs} - graph.input_storages
+        assert not any(beside.storages[s] for s in gradients)
+        assert beside.resident_bytes - graph.resident_bytes == sum(graph.storages[s] for s in gradients)
+        plain = Problem(graph).captured
+        assert Problem(beside).evaluate(plain).peak_bytes >= Problem(graph).evaluate(plain).peak_bytes
 
 
 def test_kumar(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

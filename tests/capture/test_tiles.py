@@ -248,12 +248,25 @@ def test_tiling_can_be_turned_off(tmp_path: Path) -> None:
     # What it is held against is the step as it was captured.
     assert on.plan.baseline_peak_bytes == off.plan.baseline_peak_bytes
     assert on.plan.baseline_seconds == off.plan.baseline_seconds
-    assert on.plan.lower_bound_seconds <= off.plan.baseline_seconds
+    assert on.plan.bound_scope == off.plan.bound_scope + ", of the step in this form"
     assert (
         on.plan.baseline_timeline().peak_bytes == on.plan.baseline_peak_bytes == off.plan.baseline_timeline().peak_bytes
     )
     on.plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == on.plan
+
+
+def test_the_lower_bound_is_that_of_the_form_that_is_planned() -> None:
+    torch.manual_seed(0)
+    module = Head(plain, width=64)
+    module.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
+    step = rematerialize(module, budget="40%", time_limit=2.0, cost_model="flops")
+    step(torch.randint(0, CLASSES, (12, 30))).backward()
+    assert is_tiled(step) and step.plan is not None
+    assert (
+        step.plan.gap < step.plan.overhead / 2
+    )  # that of the step without rematerialization would leave all of it open
+    assert step.plan.bound_scope.endswith("of the step in this form")
 
 
 def test_what_is_infeasible_whole_is_planned_in_slices() -> None:

@@ -11,8 +11,8 @@ What such a program holds at the crossing leaves room for the moments that follo
 several budgets, as "crossing" makes them for several amounts of bytes; those that still hold too much are lowered
 (`lower_peak`).
 
-Where a schedule is known already, the search ends as soon as the bound is within `GAIN` of it: no further moment can
-raise the bound by that much.
+Where a schedule is known already, and the bound is within `CLOSED_GAP` of it, no further moment is tried and no other
+schedule made.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ GAIN = 5e-4
 LEAST_GAP = 1e-4
 """Gap of a schedule that is known up to which not even the likeliest moment is tried."""
 
-BRANCHING_GAP = 1e-3
-"""Gap of the cheapest schedule over which branching may raise the bound: costs are not known more precisely than that."""
+CLOSED_GAP = 1e-3
+"""Gap to a known schedule at which the search ends: costs are not known more precisely than that."""
 
 MOST = 4
 """The most moments taken together, beside the crossing: with each, the program grows by another copy of the step."""
@@ -90,8 +90,8 @@ def solve_program(
         return program.bound(budget_bytes, deadline - clock(), whole) or 0.0
 
 
-def is_near(seconds: float, least: float, gap: float = GAIN) -> bool:
-    """Whether a schedule that takes ``seconds`` a step is so near a lower bound that no moment can raise it by ``gap``."""
+def is_near(seconds: float, least: float, gap: float = CLOSED_GAP) -> bool:
+    """Whether a schedule that takes ``seconds`` a step is so near a lower bound that none can be cheaper by ``gap``."""
     return seconds <= (1 + gap) * least
 
 
@@ -128,7 +128,7 @@ def choose(
         if clock() > (until if alone else patient):
             break
         proven = max([best, *(value for value, _ in alone)])
-        if proven >= below_seconds or is_near(known_seconds, proven, GAIN if alone else LEAST_GAP):
+        if proven >= below_seconds or is_near(known_seconds, proven, CLOSED_GAP if alone else LEAST_GAP):
             break
         end = deadline if alone else patient
         alone.append((solve_program(problem, [node], budget_bytes, end, solver=solver), node))
@@ -266,7 +266,7 @@ def moments(
     best_seconds = math.inf if best is None else problem.evaluate(best).seconds
     if known_seconds <= best_seconds:
         best, best_seconds = known, known_seconds
-    if not is_near(best_seconds, least, BRANCHING_GAP):
+    if not is_near(best_seconds, least):
         until = min(deadline, clock() + branching_seconds)
         least = max(least, branch(problem, chosen, budget_bytes, until, solver))
     names = ", ".join(problem.name(node) for node in chosen[-1]) or "none"

@@ -19,7 +19,7 @@ from typing import Any
 
 from lightning_remat.errors import GraphError, ScheduleError, SolverError
 from lightning_remat.schedule import verify
-from lightning_remat.solvers.bounds._binding_moments import GAIN, LARGE, LEAST_GAP
+from lightning_remat.solvers.bounds._binding_moments import CLOSED_GAP, LARGE, LEAST_GAP
 from lightning_remat.solvers.bounds._minimum_cut import BACKWARD_AFTER_FORWARD
 from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._problem import NodeSequence, Problem
@@ -62,11 +62,8 @@ IMPROVING_SHARES = (0.6, 3.5)
 IMPROVING_KNOWN = 0.6
 """Where a schedule is known from the beginning: the share of the time that is for improving, if the gap is wide."""
 
-CLOSED_GAP = 0.001
-"""Gap up to which little is improved any more (`LAST_SECONDS`): costs are not known more precisely than that."""
-
-LAST_SECONDS = 3.0
-"""Seconds for improving larger graphs' schedules at this gap; at smaller ones in proportion, down to `LEAST_GAP`."""
+LAST_SECONDS = 1.0
+"""Seconds for improving larger graphs' schedules at `CLOSED_GAP`; at smaller gaps in proportion, down to `LEAST_GAP`."""
 
 OF_NO_USE = "ended early: no schedule is cheaper than what is known of another form of the step"
 """The note of an answer whose search was ended by ``below_seconds``."""
@@ -250,7 +247,7 @@ class _Portfolio:
         if size > QUICK_UP_TO and self.found and self.gap() > LEAST_GAP:
             limit = min(0.5 * (clock() + self.deadline), clock() + span)
             self.attempt("moments", limit, known=self.cheapest(), below_seconds=self.below_seconds)
-        if self.is_of_no_use() or (size > QUICK_UP_TO and self.gap() <= GAIN):
+        if self.is_of_no_use() or (size > QUICK_UP_TO and self.gap() <= CLOSED_GAP):
             return
         enough = clock() + 0.5 * span
         self.attempt("rotor", min(self.deadline, enough if known else max(until, enough)))
