@@ -16,6 +16,7 @@ overwrites it in place after the metric call should hand the metric a clone.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torchmetrics import Metric, MetricCollection
 
 from lightning_remat.callbacks.lightning_internals import CONNECTOR, wrapped_optimizers
+from lightning_remat.callbacks.own_state import GROWING
 from lightning_remat.errors import CaptureError
 
 _METHODS = ("forward", "update", "compute", "reset")
@@ -56,9 +58,9 @@ class Deferred:
     def __init__(self, module: pl.LightningModule) -> None:
         self.calls: list[_Call] = []
         self._module, self._logs = module, True
-        self._lists: set[str] = set()
+        self._lists: set[tuple[int, Any]] = set()
         # While a step runs: the attributes of an object, the name of one of them, and what stands in for it.
-        self._replacements: list[tuple[dict[str, Any], str, Any]] = [
+        self._replacements: list[tuple[dict[Any, Any], Any, Any]] = [
             (module.__dict__, name, self._logging(getattr(module, name))) for name in ("log", "log_dict")
         ]
         of_trainer = vars(module.trainer)
@@ -67,18 +69,18 @@ class Deferred:
             self._replacements += [
                 (attributes, name, _uncaptured(method)) for attributes, name, method in _manual(module)
             ]
-        self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []  # likewise, with the old value third
+        self._replaced: list[tuple[dict[Any, Any], Any, Any, Any]] = []  # likewise, with the old value third
         for part in module.modules():
             if isinstance(part, (Metric, MetricCollection)):
                 stand_in = self._deferring if is_deferred(part) else self._at_once
                 for name in _METHODS:
                     self._replacements.append((part.__dict__, name, stand_in(getattr(part, name))))
 
-    def stand_in_for(self, name: str) -> None:
-        """From the next step on, record what a step appends to the module's list ``name``."""
-        if name not in self._lists:
-            self._lists.add(name)
-            self._replacements.append((vars(self._module), name, GrowingList(self)))
+    def stand_in_for(self, holder: dict[Any, Any], key: Any) -> None:
+        """From the next step on, record what a step appends to the list (or deque) at a key of a dict, or of attributes."""
+        if (id(holder), key) not in self._lists:
+            self._lists.add((id(holder), key))
+            self._replacements.append((holder, key, GrowingList(self)))
 
     @contextmanager
     def active(self, log: bool = True) -> Iterator[None]:
@@ -100,12 +102,16 @@ class Deferred:
     def settle(self, output: Any, log: bool = True) -> Any:
         """Make the recorded calls; returns ``output`` with deferred values replaced by what they stand for.
 
-        Where the argument ``log`` is false, calls of ``log`` and ``log_dict`` are dropped.
+        So are those that the step has made attributes of the module. Where the argument ``log`` is false, calls of ``log`` and
+        ``log_dict`` are dropped.
         """
         try:
             for call in self.calls:
                 if log or call.early:
                     call.make()
+            attributes = vars(self._module)
+            for name in [name for name, value in attributes.items() if type(value) is DeferredValue]:
+                attributes[name] = value_of(attributes[name])
             return apply_to_collection(output, DeferredValue, value_of)
         finally:
             self.calls.clear()
@@ -153,7 +159,7 @@ class Deferred:
         for attributes, name, new in self._replacements:
             old = attributes.get(name)
             if isinstance(new, GrowingList):
-                if type(old) is not list:  # it is no list any more
+                if not isinstance(old, GROWING) or type(old) not in GROWING:  # it is no list any more
                     continue
                 new.stands_for(old)
             self._replaced.append((attributes, name, old, new))
@@ -251,12 +257,12 @@ class DeferredValue:
 
 
 class GrowingList:
-    """Stands in for a list of the module while a step runs: appends are recorded, all else works on the list itself."""
+    """Stands in for a list or deque while a step runs: appends are recorded, all else works on the list itself."""
 
     def __init__(self, deferred: Deferred) -> None:
         self._deferred = deferred
 
-    def stands_for(self, values: list[Any]) -> None:
+    def stands_for(self, values: list[Any] | collections.deque[Any]) -> None:
         """Set the list that appends go to. Closures reach it, so that Dynamo does not guard on its length."""
 
         def append(value: Any) -> None:
@@ -265,7 +271,7 @@ class GrowingList:
         def extend(more: Any) -> None:
             values.extend(more)
 
-        def get() -> list[Any]:
+        def get() -> list[Any] | collections.deque[Any]:
             return values
 
         self._append, self._extend, self._get = append, extend, get
@@ -289,7 +295,7 @@ class GrowingList:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def list_of(stand_in: GrowingList) -> list[Any]:
+def list_of(stand_in: GrowingList) -> list[Any] | collections.deque[Any]:
     """Append what was recorded so far, and return the list itself."""
     stand_in._deferred.make_early_calls()
     return stand_in._get()

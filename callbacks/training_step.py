@@ -75,6 +75,7 @@ class TrainingStep:
         self._progress, self._updated, self._state_bytes = progress, _parameters_of(trainer.optimizers), 0
         self._frozen_gradients: dict[frozenset[int], int] = {}  # bytes at a backward, by the ids of what is frozen then
         self._deferred, self._own_state = Deferred(module), OwnState(module)
+        self._captured = -1  # graphs, before the last step
         self.config = config if alone else agreed_config(trainer, module, config)
 
         def beside() -> Surroundings:  # asked for each plan: a strategy may keep more than it did at first
@@ -107,10 +108,12 @@ class TrainingStep:
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         self._make_room_for_new_state()
-        with self._own_state.watched(), self._deferred.active(log=self._logs and not self.rehearsal):
+        captured, closely = self.scheduled.captured, self._captured != self.scheduled.captured
+        with self._own_state.watched(closely), self._deferred.active(log=self._logs and not self.rehearsal):
             output = self.scheduled(*args, **kwargs)
-        for name in self._own_state.lists:
-            self._deferred.stand_in_for(name)
+        self._captured = captured
+        for holder, key in self._own_state.lists:
+            self._deferred.stand_in_for(holder, key)
         if self.rehearsal:
             self._deferred.drop()
             return output

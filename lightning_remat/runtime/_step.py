@@ -379,6 +379,11 @@ class ScheduledStep:
         return self._captures.waits
 
     @property
+    def captured(self) -> int:
+        """How many graphs were captured, less those that run as before."""
+        return len(self._plans.graphs)
+
+    @property
     def to_be_measured(self) -> bool:
         """Whether the step itself is going to measure one of the next calls: what is held beside its graphs."""
         return self._measuring.wanted

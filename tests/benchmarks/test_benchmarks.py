@@ -251,7 +251,7 @@ def test_the_picture_takes_rows_that_were_not_measured(tmp_path: Path) -> None:
     assert picture([("a network", rows)] * 4, tmp_path / "peers.png")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_byte_gpt_trains_with_the_same_bits_in_less_memory(tmp_path: Path) -> None:
     script = ROOT / "examples" / "byte_gpt" / "train.py"
     ended = run(script, "--small", "--steps", "6", "--time-limit", "1", folder=tmp_path)

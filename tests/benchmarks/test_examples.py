@@ -30,7 +30,7 @@ EXAMPLES = {
 
 # What the others use of the callback has tests of its own.
 @pytest.mark.long
-@pytest.mark.parametrize("name", slow_but({"hydra", "lightning_cli", "hf_loop"}, EXAMPLES))
+@pytest.mark.parametrize("name", slow_but({"lightning_cli", "hf_loop"}, EXAMPLES))
 def test_example(name: str, tmp_path: Path) -> None:
     environment = {**os.environ, "LIGHTNING_REMAT_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(ROOT / "examples" / name / "train.py"), *EXAMPLES[name].split()]

@@ -78,7 +78,7 @@ def ran(*do: str, seconds: float = 120.0, most: int | None = None, **changes: An
 
 
 class TestProcesses:
-    @pytest.mark.long
+    @pytest.mark.slow
     def test_a_crash_is_recorded_and_the_next_case_runs(self) -> None:
         found = ran("print/abort/answer/leave/answer")
         assert [one["status"] for one in found.values()] == [OK, CRASHED, OK, CRASHED, OK]
@@ -95,7 +95,7 @@ class TestProcesses:
         assert any("raise ArithmeticError" in line for line in found["0-0-raise"]["traceback"])
         assert found["0-1-answer"]["status"] == OK
 
-    @pytest.mark.long
+    @pytest.mark.slow
     def test_a_hang_is_ended(self) -> None:
         found = ran("answer/hang/answer", limit_seconds=5.0)
         assert [one["status"] for one in found.values()] == [OK, HUNG, OK]

@@ -255,18 +255,20 @@ def test_the_trainers_metrics_are_read_in_the_step(make):
 class Keeps(Measured):
     def body(self, logits, y, loss):
         self.value = self.accuracy(logits, y)
+        self.values = [self.value]
         return loss
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.seen.append(torch.stack([self.value, self.value]))
+        assert type(self.value) is torch.Tensor
+        self.seen.append(torch.stack([self.value, *self.values]))
 
 
 def test_values_kept_by_the_user():
     _, scheduled, _ = compare(Keeps, train=batches, plans=1)
-    assert isinstance(scheduled.module.value, DeferredValue)
+    assert isinstance(scheduled.module.values[0], DeferredValue)
     for copied in (copy.deepcopy(scheduled.module), pickle.loads(pickle.dumps(scheduled.module))):
-        assert type(copied.value) is torch.Tensor
-        assert float(copied.value) == float(scheduled.module.value)
+        assert type(copied.values[0]) is torch.Tensor
+        assert float(copied.values[0]) == float(scheduled.module.value)
 
 
 def test_an_exception_drops_what_was_written_down():

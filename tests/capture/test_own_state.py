@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import collections
+import functools
+import types
+
+import numpy
 import pytest
 import torch
 
+from lightning_remat.callbacks.own_state import hands_on
 from tests.helpers.training import Classifier, assert_same, callback, compare, fit, loader
 
 
@@ -63,7 +69,42 @@ class Both(Keeping):
         return loss
 
 
-@pytest.mark.parametrize("make", [Counts, CountsInTheLoss, Appends, AppendsResults, Both])
+class TheLast(Keeping):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = collections.deque(maxlen=3)
+
+    def body(self, batch, loss):
+        self.last.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.seen += self.last
+
+
+class History(Keeping):
+    """Lists in dicts, objects and parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history = collections.defaultdict(list, {"all": {"losses": []}})
+        self.state = types.SimpleNamespace(losses=[])
+        self.net[0].losses = []
+
+    def body(self, batch, loss):
+        self.history["loss"].append(loss.detach())
+        self.history["all"]["losses"].append(loss.detach())
+        self.state.losses += [loss.detach()]
+        self.net[0].losses.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        lists = (self.history["loss"], self.history["all"]["losses"], self.state.losses, self.net[0].losses)
+        assert [type(one) for one in lists] == [list] * 4 and len({len(one) for one in lists}) == 1
+        self.seen += [value for one in lists for value in one]
+
+
+@pytest.mark.parametrize("make", [Counts, CountsInTheLoss, Appends, AppendsResults, Both, TheLast, History])
 def test_one_graph(make):
     _, scheduled, remat = compare(make, train=batches, plans=None, max_epochs=2)
     assert len(remat.plans) <= 2  # with the values of the first step, and for all values
@@ -135,14 +176,94 @@ class GivesItsListAway(Keeping):
         return loss
 
 
+class Averages(TheLast):
+    def body(self, batch, loss):
+        self.last.append(loss.item())
+        self.log("average", sum(self.last) / len(self.last))
+        return loss
+
+
+class HandsItOn(Keeping):
+    """What it is given to takes lists only."""
+
+    def body(self, batch, loss):
+        self.outputs.append(loss.detach())
+        if len(self.outputs) == 3:
+            self.log("average", torch.stack(self.outputs).mean())
+            self.outputs.clear()
+        return loss
+
+
+class LooksAtItsType(Keeping):
+    def body(self, batch, loss):
+        self.outputs.append(loss.detach())
+        assert isinstance(self.outputs, list)
+        return loss
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("make", [NewListEachEpoch, ReadsItsList, BindsAnotherList, GivesItsListAway])
+@pytest.mark.parametrize(
+    "make", [NewListEachEpoch, ReadsItsList, BindsAnotherList, GivesItsListAway, Averages, HandsItOn, LooksAtItsType]
+)
 @pytest.mark.filterwarnings("ignore:.*captured 5 times.*", "ignore:.*could not be captured.*")
 def test_lists_used_in_other_ways(make):
     plain, remat = fit(make, train=batches, max_epochs=2), callback(0.9)
     scheduled = fit(make, remat, train=batches, max_epochs=2)
     assert remat.plans
     assert_same(plain.results, scheduled.results)
+
+
+class Hands:
+    """Steps that hand a list on, or do not."""
+
+    def stacks(self):
+        return torch.stack(self.losses)
+
+    def in_a_dict(self):
+        return print({"losses": self.losses})
+
+    def by_name(self):
+        return torch.stack(tensors=self.losses)
+
+    def another(self):
+        return self.stacks()
+
+    def of_a_dict(self):
+        return torch.cat(self.history["losses"])
+
+    def returns(self):
+        return self.losses
+
+    def counts(self):
+        return (
+            len(self.losses)
+            + sum(self.losses)
+            + self.losses[-1]
+            + numpy.mean(self.losses[:2])
+            + numpy.mean(self.losses)
+        )
+
+    def copies(self):
+        return torch.stack(list(self.losses)), torch.tensor(self.losses), torch.stack([*self.losses])
+
+    def appends(self):
+        self.losses.append(torch.stack(self.others))
+        self.losses += [1]
+
+
+@pytest.mark.parametrize("name", ["stacks", "in_a_dict", "by_name", "another", "of_a_dict", "returns"])
+def test_a_step_hands_a_list_on(name):
+    assert hands_on(getattr(Hands(), name), "losses")
+    assert not hands_on(getattr(Hands(), name), "others")
+
+
+@pytest.mark.parametrize("name", ["counts", "copies", "appends"])
+def test_a_step_keeps_a_list_to_itself(name):
+    assert not hands_on(getattr(Hands(), name), "losses")
+
+
+def test_what_has_no_source_is_taken_to_keep_a_list_to_itself():
+    assert not hands_on(len, "losses") and not hands_on(functools.partial(Hands().stacks), "losses")
 
 
 class OtherNames(Classifier):

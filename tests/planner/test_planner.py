@@ -100,7 +100,8 @@ def test_an_interrupt_is_said_and_not_kept(
 
     monkeypatch.setattr(_auto, "improve", interrupted)
     monkeypatch.setattr(_auto, "CLOSED_GAP", -1.0)
-    graph, config, cache = unit_chain(24), RematConfig(budget=8), PlanCache(tmp_path)
+    config = RematConfig(budget=8, solver_options={"exact_up_to": 0, "seconds": 0.5})
+    graph, cache = unit_chain(24), PlanCache(tmp_path)
     with caplog.at_level(logging.WARNING):
         plan = make_plan(graph, config, cache=cache)
     assert plan.predicted_peak_bytes <= 8

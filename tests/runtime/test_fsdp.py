@@ -88,8 +88,8 @@ def test_four_processes(tmp_path):
         assert process["plans"] == processes[0]["plans"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("where", [pytest.param("forward", marks=pytest.mark.slow), "backward"])
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["forward", "backward"])
 def test_where_one_process_runs_out_of_memory_all_end_with_its_error(tmp_path, where):
     """The others wait for parameters or gradients that do not come; that they end, and do not hang, is what is tested."""
     began = time.monotonic()

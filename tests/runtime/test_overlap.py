@@ -17,8 +17,6 @@ OVERLAPPED = [
     "overlapped",
     "overlapped-narrow",
     "overlapped-added",
-    "overlapped-sometimes",
-    "overlapped-bf16",
     "overlapped-checked",
     "overlapped-offloaded",
     "overlapped-views",
@@ -56,7 +54,7 @@ def test_a_step_is_checked_that_runs_as_a_whole_meanwhile(found):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["overlapped-static", "overlapped-tied"])
+@pytest.mark.parametrize("case", ["overlapped-static", "overlapped-tied", "overlapped-sometimes", "overlapped-bf16"])
 def test_other_ways_have_the_numbers_of_ddp(tmp_path, case):
     test_the_numbers_are_those_of_ddp(run(tmp_path, case), case)
 

@@ -44,7 +44,7 @@ def test_a_curve_is_read_at_any_budget() -> None:
 def test_a_curve_is_near_what_single_plans_find() -> None:
     graph = unit_chain(24)
     curve = plan_curve(graph, 24, 300.0)
-    for solution, budget in list(zip(curve.solutions, curve.budgets_bytes, strict=True))[4::4]:
+    for solution, budget in list(zip(curve.solutions, curve.budgets_bytes, strict=True))[4::8]:
         assert solution.seconds <= 1.1 * solve(graph, budget, "auto").seconds
 
 
