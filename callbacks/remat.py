@@ -179,7 +179,7 @@ class RematCallback(Callback):
         self._step: ScheduledStep | None = None  # of the present fit
         self._found = Found()  # in the fit before
         self._announced, self._shown = 0, 0  # how many plans were looked at, and shown
-        self._batches, self._told = 0, False
+        self._batches = 0
         self._went_back = False  # whether a backward of the present batch has begun
         self._uncounted = False  # whether it met gradients that no plan counts
         self._measure_next = 0  # steps
@@ -293,7 +293,7 @@ class RematCallback(Callback):
         self._measure_next, self.measured_peak_bytes = 0, None
         self._announced, self._shown = 0, 0
         self._over = False
-        self._batches, self._told, self.check_report = 0, False, None
+        self._batches, self.check_report = 0, None
         self._folder = plan_folder(trainer)
         if why := unknown_torch():
             rank_zero_warn(why, category=RematWarning)
@@ -377,8 +377,8 @@ class RematCallback(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._end_tracking(trainer)
-        if self._step is not None and self._announced < len(self._step.plans):
-            self._tell_what_is_left_out(pl_module, self._step)
+        if self._step is not None and self._announced < len(self._step.plans) and trainer.is_global_zero:
+            self._step.tell_left_out(self._step.left_out(pl_module))
         self._announce(trainer)
 
     @override
@@ -437,18 +437,6 @@ class RematCallback(Callback):
                 write_plan(trainer, plan, self._shown, self._folder)
         if shown and shown[0].whole is None and len(shown) < len(found):
             rank_zero_info(f"{shown[0].graph.name}: {len(found)} plans in all, for its parts")
-
-    def _tell_what_is_left_out(self, module: pl.LightningModule, step: ScheduledStep) -> None:
-        names = step.left_out(module)
-        if not names or self._told:
-            return
-        self._told = True
-        rank_zero_warn(
-            f"only a part of {step.name} could be captured: what is done with {_listed(names)} runs as before, without "
-            "rematerialization and outside the budget (nn.LSTM, nn.GRU and nn.RNN on CUDA, packed sequences in some places, "
-            "and backward hooks on modules are known to be left out; TORCH_LOGS=graph_breaks says more)",
-            category=RematWarning,
-        )
 
     def _end_tracking(self, trainer: pl.Trainer) -> None:
         if self._tracked is None or self._step is None:

@@ -26,12 +26,16 @@ class Rematerialized:
         self, step: ScheduledStep, original: Callable[..., Any], again: Callable[[Any], Rematerialized]
     ) -> None:
         self._step = step
-        self._again = again
+        self._again, self._looked_at = again, 0  # plans that were there when what is left out was looked for
         self.original = original
         functools.update_wrapper(self, original, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._step(*args, **kwargs)
+        result = self._step(*args, **kwargs)
+        if self._looked_at < len(self._step.plans):
+            self._looked_at = len(self._step.plans)
+            self._step.tell_left_out(self._step.left_out_of(result, self.modules))
+        return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rematerialized:
         """The same around a copy of the module, which is captured and planned on its own first call."""

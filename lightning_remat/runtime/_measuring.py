@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ class Measuring:
     """Decides which calls are measured, and has them planned again with what was measured.
 
     Args:
+        function: the step that is called.
         plans: the plans of all graphs.
         paths: the plans of whole calls.
         call: the present call.
@@ -66,7 +67,16 @@ class Measuring:
             is measured.
     """
 
-    def __init__(self, plans: Plans, paths: Paths, call: Call, name: str, several_backwards: bool) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        plans: Plans,
+        paths: Paths,
+        call: Call,
+        name: str,
+        several_backwards: bool,
+    ) -> None:
+        self._function = function
         self._plans, self._paths, self._call, self._name = plans, paths, call, name
         self._several_backwards = several_backwards
         self._wanted: Recent[Shapes, int] = Recent()  # how many more calls of these shapes are measured
@@ -169,7 +179,11 @@ class Measuring:
     def _is_a_part(self) -> bool:
         """Whether more than one captured graph runs in the present call: others, or what is not planned."""
         first = self._call.path[0]
-        return len(self._call.ran) > 1 or not first.whole or internals.goes_on(first.code)
+        if len(self._call.ran) > 1 or not first.whole:
+            return True
+        return first.code is not None and (
+            internals.goes_on(first.code) or not internals.is_code_of(first.code, self._function)
+        )
 
     def _possible(self) -> bool:
         if not self._call.ran or self._several_backwards:

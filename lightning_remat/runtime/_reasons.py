@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Sequence
 
 import torch
 
@@ -13,6 +14,9 @@ from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._plan_cache import PlanCache
 
 log = logging.getLogger(__name__)
+
+SHOWN = 3
+"""How many parameters are named of those that nothing was captured of."""
 
 
 class Reasons:
@@ -30,7 +34,7 @@ class Reasons:
         self.name = name
         self.failures: list[str] = []
         self.gave_up = False
-        self._told_of_share = False
+        self._told_of_share = self._told_of_part = False
 
     def failed(self, reason: str, error: Exception | None = None) -> None:
         """Warn that something could not be captured, once for each reason."""
@@ -42,6 +46,22 @@ class Reasons:
         warnings.warn(
             f"{self.name or 'the step'} (or a part of it) could not be captured and runs as before, without "
             f"rematerialization: {reason}",
+            RematWarning,
+            stacklevel=2,
+        )
+
+    def only_a_part(self, names: Sequence[str]) -> None:
+        """Warn, once, that Dynamo has skipped what is done with some parameters."""
+        if self._told_of_part or not names:
+            return
+        self._told_of_part = True
+        listed = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+        self.failures.append(f"what is done with {listed} runs as before")
+        warnings.warn(
+            f"only a part of {self.name or 'the step'} could be captured: what is done with {listed} runs as before, without "
+            "rematerialization and outside the budget (nn.LSTM, nn.GRU and nn.RNN on CUDA, packed sequences in some places, "
+            "backward hooks on modules, and hooks that the step itself registers are known to be left out; "
+            "TORCH_LOGS=graph_breaks says more)",
             RematWarning,
             stacklevel=2,
         )

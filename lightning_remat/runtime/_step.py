@@ -141,7 +141,7 @@ class ScheduledStep:
         self._plans = Plans(planning, self._reasons, self._call, on_plan)
         asked = int(budget.value or 0) if budget.kind is BudgetKind.SIZE else None
         self._paths = Paths(self._plans, self._call, self._reasons, asked)
-        self._measuring = Measuring(self._plans, self._paths, self._call, name, several_backwards)
+        self._measuring = Measuring(function, self._plans, self._paths, self._call, name, several_backwards)
         self._improving = Improving(self._plans, name)
         self._recordings = Recordings(config.cuda_graphs, name)
         self.taken = Taken()
@@ -242,6 +242,7 @@ class ScheduledStep:
             self._captures.known_static(self._call.shapes)
         self._captures.tell_compiled()
         self._tell_failures(result, symbolic, known_failures)
+        self._tell_what_runs_no_more(result)
         if self._call.captured:
             self._look_at_what_was_captured(graphs)
         if not again:
@@ -302,6 +303,15 @@ class ScheduledStep:
         if symbolic and not self._call.ran:
             for reason in reasons:
                 self._reasons.failed(f"with symbolic sizes, {reason}")
+
+    def _tell_what_runs_no_more(self, result: Any) -> None:
+        """After a call: warn if it ran nothing of what calls of its shapes have run by plans before."""
+        if self._call.ran or not self._planned_calls.get(self._call.shapes):
+            return
+        if any(tensor.requires_grad for tensor in internals.tensor_leaves(result)):
+            self._reasons.failed(
+                "torch has given up on what was captured, and nothing of it runs any more; TORCH_LOGS=recompiles says why"
+            )
 
     def _look_at_what_was_captured(self, graphs: int) -> None:
         """After a call that captured graphs, those from index ``graphs`` on.
@@ -405,6 +415,18 @@ class ScheduledStep:
             return []
         unread = self._captures.unread(self._plans.graphs, module)
         return [name for name, parameter in unread.items() if parameter.grad is not None]
+
+    def left_out_of(self, result: Any, modules: Sequence[torch.nn.Module]) -> list[str]:
+        """The same before a backward: names of the parameters that this backward of a call's ``result`` gives gradients."""
+        if self.waits:
+            return []
+        reached = internals.adds_to(internals.tensor_leaves(result))
+        unread = [self._captures.unread(self._plans.graphs, module) for module in modules]
+        return list(dict.fromkeys(name for found in unread for name, one in found.items() if id(one) in reached))
+
+    def tell_left_out(self, names: Sequence[str]) -> None:
+        """Warn, once, that what is done with these parameters runs as before."""
+        self._reasons.only_a_part(names)
 
     def not_captured_yet(self, module: torch.nn.Module) -> list[str]:
         """Names of the trained parameters that nothing reads of what has been captured so far; none before anything was."""

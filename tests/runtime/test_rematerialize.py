@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gc
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from lightning_remat import InfeasibleBudgetError, rematerialize
 from lightning_remat.capture import _torch as internals
 from lightning_remat.errors import BudgetError, ConfigError
 from lightning_remat.lowering import read_again
+from lightning_remat.measure import held_bytes, peak_memory
 from lightning_remat.planner import RematWarning
 from lightning_remat.runtime import _plans
 from tests.helpers.nets import Net, captured_whole, check, inputs, net, same
@@ -505,3 +507,66 @@ def test_a_share_that_is_too_little_for_a_later_batch_ends_no_training() -> None
     assert all(plan.predicted_peak_bytes <= plan.budget_bytes for plan in step.plans)
     with pytest.raises(InfeasibleBudgetError):  # as a first batch
         rematerialize(module, budget=0.01, **options)(torch.randn(256, 64))
+
+
+class HooksItself(nn.Module):
+    """Dynamo leaves a function alone that registers hooks, and captures what that calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 512)
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.first(x)).tanh().tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features: list[torch.Tensor] = []
+        hook = self.first.register_forward_hook(lambda _module, _args, output: features.append(output))
+        y = self.hidden(x)
+        hook.remove()
+        return self.second(y).exp().sum() + features[0].exp().sum()
+
+
+def test_what_dynamo_skips_is_told_and_counted() -> None:
+    torch.manual_seed(0)
+    eager, x = HooksItself(), torch.randn(256, 32)
+    module = copy.deepcopy(eager)
+    step = rematerialize(module, budget="min", time_limit=0.5)
+
+    def train(call: Any, parameters: Any) -> torch.Tensor:
+        loss = call(x)
+        for parameter in parameters:
+            parameter.grad = None
+        loss.backward()
+        return loss.detach()
+
+    with pytest.warns(RematWarning, match=r"only a part of HooksItself could be captured: what is done with second\."):
+        losses = [train(step, module.parameters())]
+    assert step.failures and sum(step.runs) == 1
+    losses += [train(step, module.parameters()) for _ in range(2)]
+    held = held_bytes(module, (x,), gradients=True, device="cpu")
+    measured = held + peak_memory(lambda: train(step, module.parameters()), "cpu")
+    assert step.plan is not None and measured > 1.5 * step.plans[0].predicted_peak_bytes
+    assert measured == pytest.approx(step.plan.predicted_peak_bytes, rel=0.02), "what runs beside the plan is counted"
+    assert losses == [train(eager, eager.parameters())] * 3
+    for one, other in zip(module.parameters(), eager.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
+
+
+def test_that_nothing_is_captured_any_more_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)), torch.randn(8, 8)
+    step = rematerialize(module, budget="min", time_limit=0.5)
+    step(x).sum().backward()
+    captures = step.scheduled._captures  # as where Dynamo has reached its limits
+    monkeypatch.setattr(captures, "chosen", lambda leaves: (step.scheduled.function, False, []))
+    assert not step(torch.randn(4, 8)).isnan().any() and not step.failures, (
+        "of other shapes nothing was captured before"
+    )
+    with torch.no_grad():
+        step(x)
+    with pytest.warns(RematWarning, match="torch has given up on what was captured"):
+        step(x).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(x).sum().backward()
+    assert step.runs == (1,) and len(step.failures) == 1

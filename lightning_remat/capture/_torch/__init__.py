@@ -28,6 +28,7 @@ if TYPE_CHECKING or not unknown_torch():
     )
     from lightning_remat.capture._torch._autograd_graph import (
         accumulates_into,
+        adds_to,
         backward_number,
         captured_node,
         graph_is_kept,
@@ -188,6 +189,7 @@ __all__ = [
     "absent",
     "accumulates_into",
     "address_of",
+    "adds_to",
     "alike_modules",
     "allocations",
     "allocator_settings",

@@ -115,6 +115,20 @@ def lead_only_to(nodes: Collection[Any], leaves: Iterable[torch.Tensor]) -> bool
     return True
 
 
+def adds_to(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """The ids of the leaves to whose gradients a backward of these tensors adds."""
+    left = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen, found = set(left), set[int]()
+    while left:
+        node = left.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found.add(id(leaf))
+        following = {other for other, _ in node.next_functions if other is not None} - seen
+        seen |= following
+        left += following
+    return found
+
+
 Sources = Mapping[tuple[Any, int], Collection[Any]]
 """By edge of autograd's graph (a node and the number of its input): the nodes that pass gradients to it, and ``None``
 where the backward itself was given one.
