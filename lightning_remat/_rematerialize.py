@@ -34,7 +34,8 @@ class Rematerialized:
         result = self._step(*args, **kwargs)
         if self._looked_at < len(self._step.plans):
             self._looked_at = len(self._step.plans)
-            self._step.tell_left_out(self._step.left_out_of(result, self.modules))
+            if not self._step.failures:  # else it was said what runs as before
+                self._step.tell_left_out(self._step.left_out_of(result, self.modules))
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rematerialized:

@@ -59,12 +59,19 @@ class Reasons:
         self.failures.append(f"what is done with {listed} runs as before")
         warnings.warn(
             f"only a part of {self.name or 'the step'} could be captured: what is done with {listed} runs as before, without "
-            "rematerialization and outside the budget (nn.LSTM, nn.GRU and nn.RNN on CUDA, packed sequences in some places, "
-            "backward hooks on modules, and hooks that the step itself registers are known to be left out; "
-            "TORCH_LOGS=graph_breaks says more)",
+            "rematerialization, and is in the budget only where it can be measured (nn.LSTM, nn.GRU and nn.RNN on CUDA, packed "
+            "sequences in some places, backward hooks on modules, and hooks that the step registers itself are known to be "
+            "left out; TORCH_LOGS=graph_breaks says more)",
             RematWarning,
             stacklevel=2,
         )
+
+    def given_up_by_torch(self) -> None:
+        """Warn, once, that nothing runs any more of what was captured, unless another reason for that was given."""
+        if len(self.failures) == self._told_of_part:
+            self.failed(
+                "torch has given up on what was captured, and nothing of it runs any more; TORCH_LOGS=recompiles says why"
+            )
 
     def give_up(self, reason: str) -> None:
         """Run all later calls as before, and warn with the reason."""

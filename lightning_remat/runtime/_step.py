@@ -309,9 +309,7 @@ class ScheduledStep:
         if self._call.ran or not self._planned_calls.get(self._call.shapes):
             return
         if any(tensor.requires_grad for tensor in internals.tensor_leaves(result)):
-            self._reasons.failed(
-                "torch has given up on what was captured, and nothing of it runs any more; TORCH_LOGS=recompiles says why"
-            )
+            self._reasons.given_up_by_torch()
 
     def _look_at_what_was_captured(self, graphs: int) -> None:
         """After a call that captured graphs, those from index ``graphs`` on.

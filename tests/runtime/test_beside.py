@@ -170,6 +170,7 @@ def test_between_two_graphs(share: float | str) -> None:
     assert call.plan.predicted_peak_bytes == pytest.approx(peak, rel=0.02)
 
 
+@pytest.mark.filterwarnings("ignore:only a part of Before:lightning_remat.planner.RematWarning")
 def test_what_runs_as_before_after_one_graph() -> None:
     torch.manual_seed(0)
     original, x = Before(), torch.randn(1024, 64)

@@ -569,4 +569,4 @@ def test_that_nothing_is_captured_any_more_is_told_once(monkeypatch: pytest.Monk
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(x).sum().backward()
-    assert step.runs == (1,) and len(step.failures) == 1
+    assert sum(step.runs) == 1 and len(step.failures) == 1
