@@ -203,10 +203,10 @@ class OwnState:
                 found += _places(vars(part), DEPTH if closely else 0, seen, _OF_MODULES)
         return [place for place in found if (id(place[0]), place[1]) not in self._known]
 
-    def _compare(self, place: _Place, length: int, last: object) -> None:
+    def _compare(self, place: _Place, length: int, last: int) -> None:
         holder, key = place
         now = holder.get(key)
-        if type(now) not in GROWING or not now or (len(now) <= length and (type(now) is list or now[-1] is last)):
+        if type(now) not in GROWING or not now or (len(now) <= length and (type(now) is list or id(now[-1]) == last)):
             return
         known, added = (id(holder), key), list(now)[min(length, len(now) - 1) :]
         if known in self._filled or not any(map(_has_gradient, added)):
@@ -216,7 +216,7 @@ class OwnState:
         self._filled.add(known)
 
 
-def _end(place: _Place) -> tuple[int, object]:
-    """Length and last value of a list; a full deque that is added to is as long as before."""
+def _end(place: _Place) -> tuple[int, int]:
+    """Length of a list, and its last value's id, which keeps no tensor; a full deque that is added to is as long as before."""
     values = place[0][place[1]]
-    return len(values), values[-1] if values else None
+    return len(values), id(values[-1]) if values else 0

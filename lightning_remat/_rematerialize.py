@@ -35,7 +35,7 @@ class Rematerialized:
         if self._looked_at < len(self._step.plans):
             self._looked_at = len(self._step.plans)
             if not self._step.failures:  # else it was said what runs as before
-                self._step.tell_left_out(self._step.left_out_of(result, self.modules))
+                self._step.tell_left_out(self._step.left_out_of(result, (args, kwargs), self.modules))
         return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rematerialized:

@@ -414,11 +414,11 @@ class ScheduledStep:
         unread = self._captures.unread(self._plans.graphs, module)
         return [name for name, parameter in unread.items() if parameter.grad is not None]
 
-    def left_out_of(self, result: Any, modules: Sequence[torch.nn.Module]) -> list[str]:
-        """The same before a backward: names of the parameters that this backward of a call's ``result`` gives gradients."""
+    def left_out_of(self, result: Any, given: Any, modules: Sequence[torch.nn.Module]) -> list[str]:
+        """The same before a backward: names of the parameters that it gives gradients between what was given and the result."""
         if self.waits:
             return []
-        reached = internals.adds_to(internals.tensor_leaves(result))
+        reached = internals.adds_to(internals.tensor_leaves(result), internals.tensor_leaves(given))
         unread = [self._captures.unread(self._plans.graphs, module) for module in modules]
         return list(dict.fromkeys(name for found in unread for name, one in found.items() if id(one) in reached))
 

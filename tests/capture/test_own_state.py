@@ -139,7 +139,9 @@ class EmptiesItFirst(CollectsFeatures):
 def test_lists_that_each_step_empties(make):
     _, _, remat = compare(make, train=batches, plans=None, max_epochs=2, budget="min")
     assert not remat.failures
-    assert len(remat.plans) <= 2 and sum(remat.runs) == 12
+    assert (
+        len(remat.plans) <= 3 and sum(remat.runs) == 12
+    )  # as one graph, and in parts, planned again with what runs beside
 
 
 class NewListEachEpoch(Keeping):

@@ -553,6 +553,17 @@ def test_what_dynamo_skips_is_told_and_counted() -> None:
         assert one.grad is not None and other.grad is not None and torch.equal(one.grad, other.grad)
 
 
+def test_what_is_computed_before_a_call_is_no_part_of_it() -> None:
+    model = nn.ModuleDict(
+        {"encoder": nn.Linear(8, 32), "head": nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))}
+    )
+    step = rematerialize(lambda hidden: model["head"](hidden).square().mean(), budget="min", time_limit=0.5)
+    hidden = model["encoder"](torch.randn(16, 8)).tanh()
+    hidden.retain_grad()  # Dynamo asks for it
+    step(hidden).backward()
+    assert model in step.modules and not step.failures and step.runs == (1,)
+
+
 def test_that_nothing_is_captured_any_more_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)), torch.randn(8, 8)
     step = rematerialize(module, budget="min", time_limit=0.5)

@@ -115,10 +115,11 @@ def lead_only_to(nodes: Collection[Any], leaves: Iterable[torch.Tensor]) -> bool
     return True
 
 
-def adds_to(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """The ids of the leaves to whose gradients a backward of these tensors adds."""
-    left = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    seen, found = set(left), set[int]()
+def adds_to(tensors: Iterable[torch.Tensor], before: Iterable[torch.Tensor]) -> set[int]:
+    """The ids of the leaves to which a backward of these tensors leads, not through those that were there ``before``."""
+    seen, found = {tensor.grad_fn for tensor in before}, set[int]()
+    left = [node for tensor in tensors if (node := tensor.grad_fn) is not None and node not in seen]
+    seen.update(left)
     while left:
         node = left.pop()
         if (leaf := getattr(node, "variable", None)) is not None:
