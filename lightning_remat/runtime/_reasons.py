@@ -56,7 +56,6 @@ class Reasons:
             return
         self._told_of_part = True
         listed = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
-        self.failures.append(f"what is done with {listed} runs as before")
         warnings.warn(
             f"only a part of {self.name or 'the step'} could be captured: what is done with {listed} runs as before, without "
             "rematerialization, and is in the budget only where it can be measured (nn.LSTM, nn.GRU and nn.RNN on CUDA, packed "
@@ -68,7 +67,7 @@ class Reasons:
 
     def given_up_by_torch(self) -> None:
         """Warn, once, that nothing runs any more of what was captured, unless another reason for that was given."""
-        if len(self.failures) == self._told_of_part:
+        if not self.failures:
             self.failed(
                 "torch has given up on what was captured, and nothing of it runs any more; TORCH_LOGS=recompiles says why"
             )

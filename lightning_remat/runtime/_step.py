@@ -57,6 +57,9 @@ TIGHTER = 0.8
 BEGUN = 3
 """Calls of the same shapes by plans after which training has begun: until then, a size that cannot be held is an error."""
 
+FEW = 0.1
+"""Share of the trained numbers up to which parameters are not named that are used outside of what is captured."""
+
 
 def _with_homes(around: Callable[[], Surroundings]) -> Surroundings:
     """What is beside a recorded graph: gradients lie in memory of their own, or are copied out of the graph's."""
@@ -415,12 +418,17 @@ class ScheduledStep:
         return [name for name, parameter in unread.items() if parameter.grad is not None]
 
     def left_out_of(self, result: Any, given: Any, modules: Sequence[torch.nn.Module]) -> list[str]:
-        """The same before a backward: names of the parameters that it gives gradients between what was given and the result."""
+        """The same before a backward: names of the parameters that it gives gradients between what was given and the result.
+
+        None where they are less than `FEW` of all that are trained: a token between two graphs is no part of a network.
+        """
         if self.waits:
             return []
         reached = internals.adds_to(internals.tensor_leaves(result), internals.tensor_leaves(given))
         unread = [self._captures.unread(self._plans.graphs, module) for module in modules]
-        return list(dict.fromkeys(name for found in unread for name, one in found.items() if id(one) in reached))
+        found = {name: one for some in unread for name, one in some.items() if id(one) in reached}
+        trained = sum(one.numel() for module in modules for one in module.parameters() if one.requires_grad)
+        return list(found) if sum(one.numel() for one in found.values()) >= FEW * trained else []
 
     def tell_left_out(self, names: Sequence[str]) -> None:
         """Warn, once, that what is done with these parameters runs as before."""

@@ -416,6 +416,7 @@ def test_modes_around_a_call() -> None:
     assert not whole(seen)
 
 
+@pytest.mark.filterwarnings("ignore:only a part of:lightning_remat.planner.RematWarning")
 def test_random_numbers_of_python() -> None:
     def scaled(self: Any, x: Tensor) -> Tensor:
         return body(self, x) * (1.0 + random.random())

@@ -124,6 +124,7 @@ def check(
     assert results[0] == results[1] and step.plans and not step.failures
 
 
+@pytest.mark.filterwarnings("ignore:only a part of:lightning_remat.planner.RematWarning")
 @pytest.mark.parametrize("budget", slow_but({"min"}, [1.0, "min"]))
 @pytest.mark.parametrize(("make", "batch"), USES)
 def test_bits(make: Callable[[], nn.Module], batch: Callable[[], tuple[Tensor, ...]], budget: float | str) -> None:

@@ -289,6 +289,7 @@ def under_autocast(self: Any, tokens: torch.Tensor, lengths: Any) -> torch.Tenso
         return predicted(self, tokens, lengths)
 
 
+@pytest.mark.filterwarnings("ignore:only a part of:lightning_remat.planner.RematWarning")
 @pytest.mark.parametrize("use", [predicted, pytest.param(under_autocast, marks=pytest.mark.slow)])
 def test_under_autocast_the_rest_is_captured(use: Forward) -> None:
     step = check(lambda: Net(use=use), autocast=use is predicted)
@@ -296,6 +297,7 @@ def test_under_autocast_the_rest_is_captured(use: Forward) -> None:
     assert not any("layer" in op.target for plan in step.plans for op in plan.graph.ops)
 
 
+@pytest.mark.filterwarnings("ignore:only a part of:lightning_remat.planner.RematWarning")
 def test_where_later_parts_follow_the_rest_is_captured(caplog: pytest.LogCaptureFixture) -> None:
     """They might read the layers' weights as well."""
     torch.manual_seed(0)

@@ -542,7 +542,7 @@ def test_what_dynamo_skips_is_told_and_counted() -> None:
 
     with pytest.warns(RematWarning, match=r"only a part of HooksItself could be captured: what is done with second\."):
         losses = [train(step, module.parameters())]
-    assert step.failures and sum(step.runs) == 1
+    assert sum(step.runs) == 1
     losses += [train(step, module.parameters()) for _ in range(2)]
     held = held_bytes(module, (x,), gradients=True, device="cpu")
     measured = held + peak_memory(lambda: train(step, module.parameters()), "cpu")
