@@ -28,7 +28,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torchmetrics import Metric, MetricCollection
 
 from lightning_remat.callbacks.lightning_internals import CONNECTOR, wrapped_optimizers
-from lightning_remat.callbacks.own_state import GROWING
+from lightning_remat.callbacks.own_state import Place, holder_of, list_at
 from lightning_remat.errors import CaptureError
 
 _METHODS = ("forward", "update", "compute", "reset")
@@ -58,9 +58,9 @@ class Deferred:
     def __init__(self, module: pl.LightningModule) -> None:
         self.calls: list[_Call] = []
         self._module, self._logs = module, True
-        self._lists: set[tuple[int, Any]] = set()
+        self._lists: dict[Place, GrowingList] = {}
         # While a step runs: the attributes of an object, the name of one of them, and what stands in for it.
-        self._replacements: list[tuple[dict[Any, Any], Any, Any]] = [
+        self._replacements: list[tuple[dict[str, Any], str, Any]] = [
             (module.__dict__, name, self._logging(getattr(module, name))) for name in ("log", "log_dict")
         ]
         of_trainer = vars(module.trainer)
@@ -76,11 +76,9 @@ class Deferred:
                 for name in _METHODS:
                     self._replacements.append((part.__dict__, name, stand_in(getattr(part, name))))
 
-    def stand_in_for(self, holder: dict[Any, Any], key: Any) -> None:
-        """From the next step on, record what a step appends to the list (or deque) at a key of a dict, or of attributes."""
-        if (id(holder), key) not in self._lists:
-            self._lists.add((id(holder), key))
-            self._replacements.append((holder, key, GrowingList(self)))
+    def stand_in_for(self, place: Place) -> None:
+        """From the next step on, record what a step appends to the list (or deque) that lies at a place then."""
+        self._lists.setdefault(place, GrowingList(self))
 
     @contextmanager
     def active(self, log: bool = True) -> Iterator[None]:
@@ -94,7 +92,7 @@ class Deferred:
         try:
             yield
         except BaseException:
-            self.calls.clear()
+            self._forget()
             raise
         finally:
             self._restore()
@@ -114,7 +112,7 @@ class Deferred:
                 attributes[name] = value_of(attributes[name])
             return apply_to_collection(output, DeferredValue, value_of)
         finally:
-            self.calls.clear()
+            self._forget()
 
     def drop(self) -> None:
         """Drop the recorded calls of a run that is not to log anything, but make the appends to lists."""
@@ -123,7 +121,12 @@ class Deferred:
                 if call.on_list:
                     call.make()
         finally:
-            self.calls.clear()
+            self._forget()
+
+    def _forget(self) -> None:
+        self.calls.clear()
+        for stand_in in self._lists.values():
+            stand_in.let_go()
 
     def make_early_calls(self, last: _Call | None = None) -> None:
         """In the middle of a step: make the recorded calls of metrics and lists, up to ``last`` or all."""
@@ -157,13 +160,15 @@ class Deferred:
 
     def _replace(self) -> None:
         for attributes, name, new in self._replacements:
-            old = attributes.get(name)
-            if isinstance(new, GrowingList):
-                if not isinstance(old, GROWING) or type(old) not in GROWING:  # it is no list any more
-                    continue
-                new.stands_for(old)
-            self._replaced.append((attributes, name, old, new))
-            attributes[name] = new
+            self._put(attributes, name, new)
+        for place, stand_in in self._lists.items():
+            if (values := list_at(place)) is not None:
+                stand_in.stands_for(values)
+                self._put(holder_of(place), place[1][-1], stand_in)
+
+    def _put(self, attributes: dict[Any, Any], name: Any, new: Any) -> None:
+        self._replaced.append((attributes, name, attributes.get(name), new))
+        attributes[name] = new
 
     def _restore(self) -> None:
         for attributes, name, old, new in self._replaced:
@@ -261,20 +266,29 @@ class GrowingList:
 
     def __init__(self, deferred: Deferred) -> None:
         self._deferred = deferred
+        self._boxes: list[list[list[Any] | collections.deque[Any]]] = []
 
     def stands_for(self, values: list[Any] | collections.deque[Any]) -> None:
         """Set the list that appends go to. Closures reach it, so that Dynamo does not guard on its length."""
+        box = [values]  # Dynamo keeps the closures that it has met
+        self._boxes.append(box)
 
         def append(value: Any) -> None:
-            values.append(value)
+            box[0].append(value)
 
         def extend(more: Any) -> None:
-            values.extend(more)
+            box[0].extend(more)
 
         def get() -> list[Any] | collections.deque[Any]:
-            return values
+            return box[0]
 
         self._append, self._extend, self._get = append, extend, get
+
+    def let_go(self) -> None:
+        """Keep nothing of the lists that it stood for: the step is over."""
+        for box in self._boxes:
+            box.clear()
+        self._boxes.clear()
 
     def append(self, value: Any) -> None:
         """Record that ``value`` is to be appended."""

@@ -123,25 +123,38 @@ def _passes_on(parent: ast.AST, child: ast.AST) -> bool:
         names = {one.id if isinstance(one, ast.Name) else getattr(one, "attr", "") for one in ast.walk(called)}
         last = called.id if isinstance(called, ast.Name) else getattr(called, "attr", "")
         return child is not called and last not in ANY_ITERABLE and not names & NUMERIC
+    if isinstance(parent, ast.Assign):
+        return child is parent.value and not all(isinstance(target, ast.Name) for target in parent.targets)
     return isinstance(parent, (ast.keyword, ast.Return, ast.Tuple, ast.List, ast.Set, ast.Dict))
 
 
-_Place = tuple[dict[Any, Any], Any]
-"""The dict, or the attributes of an object, that a list lies in, and its key there."""
+Place = tuple[torch.nn.Module, tuple[Any, ...]]
+"""Where a list lies: a module, and names and keys that lead there. What lies there may be another object in each step."""
 
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 
 
-def _places(holder: dict[Any, Any], depth: int, seen: set[int], but: frozenset[str] = frozenset()) -> Iterator[_Place]:
-    """Where lists and deques lie in a dict, and up to a depth in dicts and objects in it; not in those that were ``seen``."""
+def holder_of(place: Place) -> dict[Any, Any]:
+    """The dict, or the attributes of an object, in which the list of a place lies now by its last key; empty without one."""
+    part, path = place
+    holder = vars(part)
+    for key in path[:-1]:
+        holder = _inside(holder.get(key)) or {}
+    return holder
+
+
+def _paths(
+    holder: dict[Any, Any], depth: int, seen: set[int], but: frozenset[str] = frozenset()
+) -> Iterator[tuple[Any, ...]]:
+    """The keys that lead to lists and deques in a dict, and up to a depth in dicts and objects in it; each only once."""
     seen.add(id(holder))
     for key, value in holder.items():
         if key in but:
             continue
         if type(value) in GROWING:
-            yield holder, key
+            yield (key,)
         elif depth > 0 and (inside := _inside(value)) is not None and id(inside) not in seen:
-            yield from _places(inside, depth - 1, seen)
+            yield from ((key, *path) for path in _paths(inside, depth - 1, seen))
 
 
 def _inside(value: object) -> dict[Any, Any] | None:
@@ -167,11 +180,11 @@ class OwnState:
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
-        self.lists: list[_Place] = []
+        self.lists: list[Place] = []
         self._module, self._step = module, module.training_step
         self._counters: set[str] = set()
-        self._filled: set[tuple[int, Any]] = set()  # lists that have grown in a step, by holder and key
-        self._known: set[tuple[int, Any]] = set()  # those in `lists`, and those that are handed on
+        self._filled: set[Place] = set()  # of lists that have grown in a step
+        self._known: set[Place] = set()  # those in `lists`, and those that are handed on
         own, _, batch_idx = _names(module.training_step)
         self._self = re.escape(own)
         self._always = [re.escape(batch_idx), self._self + STEP_COUNTERS]
@@ -186,37 +199,40 @@ class OwnState:
         """To be open while a step runs: notes the counters and lists that it changes; all of its lists if ``closely``."""
         attributes = vars(self._module)
         counters = {name: value for name, value in attributes.items() if type(value) is int}
-        ends = [(place, _end(place)) for place in self._places(closely)]
+        ends = [(place, *_end(values)) for place in self._places(closely) if (values := list_at(place)) is not None]
         yield
         for name, value in counters.items():
             now = attributes.get(name)
             if type(now) is int and now != value:
                 self._counters.add(name)
-        for place, end in ends:
-            self._compare(place, *end)
+        for place, length, last in ends:
+            self._compare(place, length, last)
 
-    def _places(self, closely: bool) -> list[_Place]:
+    def _places(self, closely: bool) -> list[Place]:
         seen: set[int] = set()
-        found: list[_Place] = []
+        found: list[Place] = []
         for part in self._module.modules() if closely else [self._module]:
             if not isinstance(part, Metric):
-                found += _places(vars(part), DEPTH if closely else 0, seen, _OF_MODULES)
-        return [place for place in found if (id(place[0]), place[1]) not in self._known]
+                found += [(part, path) for path in _paths(vars(part), DEPTH if closely else 0, seen, _OF_MODULES)]
+        return [place for place in found if place not in self._known]
 
-    def _compare(self, place: _Place, length: int, last: int) -> None:
-        holder, key = place
-        now = holder.get(key)
-        if type(now) not in GROWING or not now or (len(now) <= length and (type(now) is list or id(now[-1]) == last)):
+    def _compare(self, place: Place, length: int, last: int) -> None:
+        now = list_at(place)
+        if not now or (len(now) <= length and (type(now) is list or id(now[-1]) == last)):
             return
-        known, added = (id(holder), key), list(now)[min(length, len(now) - 1) :]
-        if known in self._filled or not any(map(_has_gradient, added)):
-            self._known.add(known)
-            if not hands_on(self._step, key):
+        if place in self._filled or not any(map(_has_gradient, list(now)[min(length, len(now) - 1) :])):
+            self._known.add(place)
+            if not hands_on(self._step, place[1][-1]):
                 self.lists.append(place)
-        self._filled.add(known)
+        self._filled.add(place)
 
 
-def _end(place: _Place) -> tuple[int, int]:
-    """Length of a list, and its last value's id, which keeps no tensor; a full deque that is added to is as long as before."""
-    values = place[0][place[1]]
+def list_at(place: Place) -> list[Any] | collections.deque[Any] | None:
+    """The list or deque that lies at a place now; ``None`` where there is none."""
+    values = holder_of(place).get(place[1][-1])
+    return values if type(values) in GROWING else None
+
+
+def _end(values: list[Any] | collections.deque[Any]) -> tuple[int, int]:
+    """Length, and the last value's id, which keeps no tensor; a full deque that is added to is as long as before."""
     return len(values), id(values[-1]) if values else 0

@@ -112,8 +112,8 @@ class TrainingStep:
         with self._own_state.watched(closely), self._deferred.active(log=self._logs and not self.rehearsal):
             output = self.scheduled(*args, **kwargs)
         self._captured = captured
-        for holder, key in self._own_state.lists:
-            self._deferred.stand_in_for(holder, key)
+        for place in self._own_state.lists:
+            self._deferred.stand_in_for(place)
         if self.rehearsal:
             self._deferred.drop()
             return output

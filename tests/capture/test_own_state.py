@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import types
+import weakref
 
 import numpy
 import pytest
@@ -104,7 +105,31 @@ class History(Keeping):
         self.seen += [value for one in lists for value in one]
 
 
-@pytest.mark.parametrize("make", [Counts, CountsInTheLoss, Appends, AppendsResults, Both, TheLast, History])
+class NewHistoryEachEpoch(Keeping):
+    """Nothing keeps what was collected in the epoch before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: dict[str, list[torch.Tensor]] = {"losses": []}
+        self.kept: list[weakref.ref[torch.Tensor]] = []
+
+    def body(self, batch, loss):
+        self.history["losses"].append(loss.detach())
+        return loss
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.current_epoch and batch_idx == 1:
+            assert len(self.history["losses"]) == 1 and not any(one() is not None for one in self.kept)
+
+    def on_train_epoch_end(self) -> None:
+        self.seen += [value.item() for value in self.history["losses"]]
+        self.kept = [weakref.ref(value) for value in self.history["losses"]]
+        self.history = {"losses": []}
+
+
+@pytest.mark.parametrize(
+    "make", [Counts, CountsInTheLoss, Appends, AppendsResults, Both, TheLast, History, NewHistoryEachEpoch]
+)
 def test_one_graph(make):
     _, scheduled, remat = compare(make, train=batches, plans=None, max_epochs=2)
     assert len(remat.plans) <= 2  # with the values of the first step, and for all values
@@ -233,6 +258,9 @@ class Hands:
     def of_a_dict(self):
         return torch.cat(self.history["losses"])
 
+    def keeps(self):
+        self.alias = self.losses
+
     def returns(self):
         return self.losses
 
@@ -249,11 +277,13 @@ class Hands:
         return torch.stack(list(self.losses)), torch.tensor(self.losses), torch.stack([*self.losses])
 
     def appends(self):
+        losses = self.losses
+        losses.append(2)
         self.losses.append(torch.stack(self.others))
         self.losses += [1]
 
 
-@pytest.mark.parametrize("name", ["stacks", "in_a_dict", "by_name", "another", "of_a_dict", "returns"])
+@pytest.mark.parametrize("name", ["stacks", "in_a_dict", "by_name", "another", "of_a_dict", "keeps", "returns"])
 def test_a_step_hands_a_list_on(name):
     assert hands_on(getattr(Hands(), name), "losses")
     assert not hands_on(getattr(Hands(), name), "others")
