@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -30,6 +31,39 @@ from lightning_remat.solvers.common._problem import NodeSequence
 from lightning_remat.solvers.portfolio import _auto
 from tests.helpers.brute_force import cheapest_of_any_order
 from tests.helpers.graphs import random_graph, unit_chain
+
+
+def test_just_over_the_closed_gap_the_search_takes_little_longer_than_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = unit_chain(120).replace(forward_outputs=(120,))
+    gap = solve(graph, 40, "crossing").gap
+    monkeypatch.setattr(_binding_moments, "likely", lambda _problem, _budget: [])  # no better bound
+    monkeypatch.setattr(_binding_moments, "branch", lambda *_args: 0.0)
+    seconds: list[float] = []
+
+    def unchanged(problem: Problem, sequence: NodeSequence, budget: int, deadline: float, seed: int) -> Any:
+        seconds.append(deadline - clock())
+        return sequence, 1
+
+    monkeypatch.setattr(_auto, "improve", unchanged)
+    for module in (_auto, _binding_moments):
+        monkeypatch.setattr(module, "CLOSED_GAP", gap / 1.01)
+        monkeypatch.setattr(module, "OPEN_GAP", 3 * gap)
+    monkeypatch.setattr(_auto, "IMPROVING_GAP", 1e3)  # what is in proportion to the gap itself is tested elsewhere
+    solution = solve(graph, 40, "auto", 60.0, seconds=40.0)
+    assert solution.gap == pytest.approx(gap, rel=1e-3)
+    assert any(note.startswith("rotor:") for note in solution.notes)
+    assert seconds and max(seconds) <= _auto.LAST_SECONDS
+    seconds.clear()
+    for module in (_auto, _binding_moments):
+        monkeypatch.setattr(module, "OPEN_GAP", gap / 1.005)
+    solve(graph, 40, "auto", 60.0, seconds=40.0)
+    assert max(seconds) > 4 * _auto.LAST_SECONDS
+
+
+def test_effort_grows_with_the_gap() -> None:
+    closed, wide = _binding_moments.CLOSED_GAP, _binding_moments.OPEN_GAP
+    gaps = [0.0, closed, (closed + wide) / 2, wide, math.inf]
+    assert [_binding_moments.effort(gap) for gap in gaps] == pytest.approx([0.0, 0.0, 0.5, 1.0, 1.0])
 
 
 @pytest.mark.long

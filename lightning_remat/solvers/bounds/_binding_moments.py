@@ -12,7 +12,7 @@ several budgets, as "crossing" makes them for several amounts of bytes; those th
 (`lower_peak`).
 
 Where a schedule is known already, and the bound is within `CLOSED_GAP` of it, no further moment is tried and no other
-schedule made.
+schedule made. From there to `OPEN_GAP` the time for it grows with the gap (`effort`).
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ LEAST_GAP = 1e-4
 
 CLOSED_GAP = 1e-3
 """Gap to a known schedule at which the search ends: costs are not known more precisely than that."""
+
+OPEN_GAP = 3e-3
+"""Gap to a known schedule from which the search takes all of its time."""
 
 MOST = 4
 """The most moments taken together, beside the crossing: with each, the program grows by another copy of the step."""
@@ -95,6 +98,11 @@ def is_near(seconds: float, least: float, gap: float = CLOSED_GAP) -> bool:
     return seconds <= (1 + gap) * least
 
 
+def effort(gap: float) -> float:
+    """Which share of the usual time a search is worth at a gap: none up to `CLOSED_GAP`, all from `OPEN_GAP` on."""
+    return min(1.0, max(0.0, gap - CLOSED_GAP) / (OPEN_GAP - CLOSED_GAP))
+
+
 def choose(
     problem: PlainProblem,
     budget_bytes: int,
@@ -120,14 +128,16 @@ def choose(
         Lists of nodes, the first one empty (the crossing alone), and a lower bound in seconds.
     """
     patient = deadline if likeliest_deadline is None else likeliest_deadline
-    until = deadline - (deadline - clock()) / 3
+    begun, usual = clock(), deadline
     best = crossing = solve_program(problem, (), budget_bytes, patient, solver=solver)
     chosen: list[list[int]] = [[]]
     alone: list[tuple[float, int]] = []
     for node in likely(problem, budget_bytes)[:ATTEMPTS]:
-        if clock() > (until if alone else patient):
-            break
         proven = max([best, *(value for value, _ in alone)])
+        if alone and proven > 0:
+            deadline = begun + effort(known_seconds / proven - 1) * (usual - begun)
+        if clock() > (deadline - (deadline - begun) / 3 if alone else patient):
+            break
         if proven >= below_seconds or is_near(known_seconds, proven, CLOSED_GAP if alone else LEAST_GAP):
             break
         end = deadline if alone else patient
@@ -232,9 +242,9 @@ def moments(
         problem: the problem.
         budget_bytes: the most that may be held at any moment.
         deadline: `clock` at which to stop.
-        seconds: how long moments are chosen; the likeliest may take longer alone.
-        branching_seconds: how long a branch and bound may raise the bound at the end, where the schedule is not near
-            it.
+        seconds: how long moments are chosen; the likeliest may take longer alone. This, ``branching_seconds`` and
+            ``making_seconds`` are for gaps from `OPEN_GAP` on; nearer to the bound they are less (`effort`).
+        branching_seconds: how long a branch and bound may raise the bound at the end.
         making_seconds: how long schedules are made, where one is known already.
         amounts: for how many budgets, from the given one down, the program is asked.
         attempts: how many schedules `keep_longer` is run on, the cheapest of twice as many; of large problems, fewer (`LARGE`).
@@ -260,14 +270,16 @@ def moments(
     if is_near(known_seconds, least):
         return Answer(known, Status.FEASIBLE, least, BACKWARD_AFTER_FORWARD, notes=("what is known is near the bound",))
     attempts = max(min(attempts, FEWEST), min(attempts, attempts * LARGE // len(problem)))
-    until = deadline if known is None else min(deadline, clock() + making_seconds)
+    share = effort(known_seconds / least - 1) if least > 0 else 1.0
+    until = deadline if known is None else min(deadline, clock() + share * making_seconds)
     found = schedules(problem, chosen[-1], budget_bytes, amounts, 2 * attempts, until, solver)
-    best = finish(problem, found, budget_bytes, deadline, attempts)
+    best = finish(problem, found, budget_bytes, deadline, max(1, round(share * attempts)))
     best_seconds = math.inf if best is None else problem.evaluate(best).seconds
     if known_seconds <= best_seconds:
         best, best_seconds = known, known_seconds
     if not is_near(best_seconds, least):
-        until = min(deadline, clock() + branching_seconds)
+        share = effort(best_seconds / least - 1) if least > 0 else 1.0
+        until = min(deadline, clock() + share * branching_seconds)
         least = max(least, branch(problem, chosen, budget_bytes, until, solver))
     names = ", ".join(problem.name(node) for node in chosen[-1]) or "none"
     notes = (f"{len(found)} schedules fit; moments beside the crossing: {names}",)

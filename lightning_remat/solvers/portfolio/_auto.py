@@ -19,7 +19,7 @@ from typing import Any
 
 from lightning_remat.errors import GraphError, ScheduleError, SolverError
 from lightning_remat.schedule import verify
-from lightning_remat.solvers.bounds._binding_moments import CLOSED_GAP, LARGE, LEAST_GAP
+from lightning_remat.solvers.bounds._binding_moments import CLOSED_GAP, LARGE, LEAST_GAP, OPEN_GAP, effort
 from lightning_remat.solvers.bounds._minimum_cut import BACKWARD_AFTER_FORWARD
 from lightning_remat.solvers.common._clock import clock
 from lightning_remat.solvers.common._problem import NodeSequence, Problem
@@ -47,9 +47,6 @@ QUICK_UP_TO = 200
 INTERRUPTED = "interrupted: this is the best so far"
 """The note of an answer whose search was interrupted."""
 
-OPEN_GAP = 0.003
-"""Gap from which methods are tried that take seconds, where the first ones take tenths of a second."""
-
 WIDE_GAP = 0.005
 """Gap from which "hiremate", and another order of the backward, are tried too."""
 
@@ -57,7 +54,10 @@ IMPROVING_GAP = 0.01
 """Gap at which improving gets as much time as the first methods (``seconds``); at others less or more in proportion."""
 
 IMPROVING_SHARES = (0.6, 3.5)
-"""The least and the most time for improving, as shares of ``seconds``; of more than `LARGE` nodes there is no least."""
+"""The least and the most time for improving at `OPEN_GAP` and more, as shares of ``seconds``.
+
+The least is less at smaller gaps (`effort`); of more than `LARGE` nodes there is none.
+"""
 
 IMPROVING_KNOWN = 0.6
 """Where a schedule is known from the beginning: the share of the time that is for improving, if the gap is wide."""
@@ -148,11 +148,11 @@ def auto(
                 portfolio.notes.append(OF_NO_USE)
                 return portfolio.answer(started)
             if portfolio.gap() > CLOSED_GAP:
-                share = min(portfolio.gap() / IMPROVING_GAP, IMPROVING_SHARES[1])
-                usual = clock() + share * span
+                usual = min(portfolio.gap() / IMPROVING_GAP, IMPROVING_SHARES[1]) * span
                 if len(problem) <= LARGE:
-                    usual = max(until, usual, clock() + IMPROVING_SHARES[0] * span)
-                portfolio.improve(min(deadline, usual), improvements, CLOSED_GAP)
+                    least = max(until - clock(), IMPROVING_SHARES[0] * span)
+                    usual = max(usual, effort(portfolio.gap()) * least, LAST_SECONDS)
+                portfolio.improve(min(deadline, clock() + usual), improvements, CLOSED_GAP)
             elif len(problem) > QUICK_UP_TO:
                 last = LAST_SECONDS * portfolio.gap() / CLOSED_GAP
                 portfolio.improve(min(deadline, clock() + last), improvements // 2, LEAST_GAP)
@@ -267,7 +267,8 @@ class _Portfolio:
         if self.gap() > OPEN_GAP:
             self.attempt("descent", min(self.deadline, max(until, clock() + 0.5 * span)))
         if exact_up_to < size <= HIREMATE_UP_TO and self.found and self.gap() > WIDE_GAP:
-            self.attempt("hiremate", min(self.deadline, clock() + 0.5 * span))
+            share = min(max(0.5, self.gap() / IMPROVING_GAP), 1.0)
+            self.attempt("hiremate", min(self.deadline, clock() + share * span))
         for method in OTHERWISE:
             if not self.found and clock() < self.deadline:
                 self.attempt(method, 0.5 * (self.deadline + clock()))
