@@ -36,7 +36,7 @@ from lightning_remat.callbacks.module_state import ModuleState
 from lightning_remat.callbacks.progress import PlanningProgress
 from lightning_remat.callbacks.training_data import TrainingData
 from lightning_remat.callbacks.training_step import TrainingStep
-from lightning_remat.errors import ConfigError, InfeasibleBudgetError
+from lightning_remat.errors import ConfigError, InfeasibleBudgetError, listed
 from lightning_remat.exactness import CheckReport
 from lightning_remat.measure import PeakMemory, track_peak
 from lightning_remat.planner import AtHand, Plan, RematWarning
@@ -44,9 +44,6 @@ from lightning_remat.runtime import ScheduledStep, is_compiled, unknown_torch
 
 FIRST_STEPS = 3
 """Steps that are measured after each new plan on CUDA, where that costs nothing: the allocator keeps its peak."""
-
-SHOWN = 3
-"""Parameters that a warning names, at most."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -391,7 +388,7 @@ class RematCallback(Callback):
             unread = self._step.not_captured_yet(pl_module)
             if unread:
                 exception.add_note(
-                    f"What was captured does not read {_listed(unread)}: where that is used, the step runs as before, and a "
+                    f"What was captured does not read {listed(unread)}: where that is used, the step runs as before, and a "
                     "share as budget is one of the rest (TORCH_LOGS=graph_breaks says why)."
                 )
         self._undo(trainer)
@@ -471,8 +468,3 @@ class RematCallback(Callback):
         if (step := self._step) is not None:  # it holds the module, and what was captured
             self._found = Found(step.last_plan, tuple(step.plans), tuple(step.runs), tuple(step.failures))
             self._step = None
-
-
-def _listed(names: Sequence[str]) -> str:
-    """The first few of some names, and how many more there are."""
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")

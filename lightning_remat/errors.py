@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+SHOWN = 3
+"""The most names that a message gives, of several."""
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first few of some names, for a message, and how many more there are."""
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
 
 class RematError(Exception):
     """Base of every error that lightning_remat raises on purpose."""

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from enum import Enum
 
+from lightning_remat.errors import listed
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.report._changes import Change, TradePoint, changes, loss_head
 from lightning_remat.report._course import Course, course, course_of_whole
@@ -309,9 +310,8 @@ def _said(found: Sequence[Held], whole: int, what: str) -> Iterable[str]:
     """Tensors by their names, where they matter."""
     nbytes = sum(held.nbytes for held in found)
     if found and nbytes >= 0.05 * whole:
-        names = ", ".join(f"{held.name} {format_bytes(held.nbytes)}" for held in found[:3])
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        yield f"{format_bytes(nbytes)} of it ({nbytes / whole:.0%}) are {what}: {names}{more}."
+        names = listed([f"{held.name} {format_bytes(held.nbytes)}" for held in found])
+        yield f"{format_bytes(nbytes)} of it ({nbytes / whole:.0%}) are {what}: {names}."
 
 
 def _alike(found: Sequence[Held], whole: int) -> Iterable[str]:

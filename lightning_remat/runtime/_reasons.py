@@ -9,14 +9,11 @@ from collections.abc import Sequence
 import torch
 
 from lightning_remat._version import __version__
-from lightning_remat.errors import InfeasibleBudgetError, RematWarning
+from lightning_remat.errors import InfeasibleBudgetError, RematWarning, listed
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._plan_cache import PlanCache
 
 log = logging.getLogger(__name__)
-
-SHOWN = 3
-"""How many parameters are named of those that nothing was captured of."""
 
 
 class Reasons:
@@ -55,12 +52,11 @@ class Reasons:
         if self._told_of_part or not names:
             return
         self._told_of_part = True
-        listed = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
         warnings.warn(
-            f"only a part of {self.name or 'the step'} could be captured: what is done with {listed} runs as before, without "
-            "rematerialization, and is in the budget only where it can be measured (nn.LSTM, nn.GRU and nn.RNN on CUDA, packed "
-            "sequences in some places, backward hooks on modules, and hooks that the step registers itself are known to be "
-            "left out; TORCH_LOGS=graph_breaks says more)",
+            f"only a part of {self.name or 'the step'} could be captured: what is done with {listed(names)} runs as before, "
+            "without rematerialization, and is in the budget only where it can be measured (nn.LSTM, nn.GRU and nn.RNN on "
+            "CUDA, packed sequences in some places, backward hooks on modules, and hooks that the step registers itself are "
+            "known to be left out; TORCH_LOGS=graph_breaks says more)",
             RematWarning,
             stacklevel=2,
         )

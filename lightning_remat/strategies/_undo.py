@@ -12,10 +12,8 @@ import torch
 from torch import nn
 
 from lightning_remat.callbacks.module_state import Held, Known, ModuleState, nbytes_on, on_host, written_once
+from lightning_remat.errors import listed
 from lightning_remat.exactness import digest, is_out_of_memory, same_bits
-
-SHOWN = 3
-"""Tensors that a message names, at most."""
 
 
 @dataclasses.dataclass
@@ -214,7 +212,7 @@ class StepState(ModuleState):
         words = [
             known.get(id(one.tensor), "a tensor of the batch" if one.given else _described(one)) for one in tensors
         ]
-        return ", ".join(words[:SHOWN]) + (f" and {len(words) - SHOWN} more" if len(words) > SHOWN else "")
+        return listed(words)
 
     def _has_kept_its_bits(self, index: int) -> bool:
         return same_bits(written_once(self.tensors[index].tensor.detach()).cpu(), self.copy_of(index))

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from lightning_remat._version import __version__
-from lightning_remat.errors import CaptureError
+from lightning_remat.errors import CaptureError, listed
 
 RELEASES = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """Releases of torch that the package was run with."""
@@ -132,9 +132,6 @@ LATER_NAMES = {
 is traced, those that come again as well, or Dynamo reads more files, or sharded networks run as before, or the first backward
 of a static graph is not repeated, or all guards are asked before each step, or are timed."""
 
-SHOWN = 4
-"""The most missing names that a message gives."""
-
 
 def missing() -> list[str]:
     """The private names that the torch that runs does not have; below one that is gone, none is looked for."""
@@ -174,8 +171,7 @@ def unknown_torch() -> str:
     if release not in RELEASES:
         why.append("it was not run with that release")
     if gone:
-        more = f" and {len(gone) - SHOWN} more" if len(gone) > SHOWN else ""
-        why.append(f"what it uses of torch's internals is gone there ({', '.join(gone[:SHOWN])}{more})")
+        why.append(f"what it uses of torch's internals is gone there ({listed(gone)})")
     if not why:
         return ""
     return (
