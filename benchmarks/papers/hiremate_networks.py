@@ -6,8 +6,7 @@ their authors published. The paper names neither sizes nor batches. Sizes are th
 (topal-team/rockmate, ``models/``): 256 x 256 pixels; 200 vectors of 512 and 16 heads for the Transformers; a UNet of 32
 channels on its first level with batch normalization; RegNetX-32GF (at 3.2 GF its blocks would give 187 forward nodes, not the
 173 of Table 4). GPT-2 has 512 tokens, and the width of "medium" with 24 layers and with 96. Batches are those examples' too,
-except where Table 4's budget and share imply other activations; see `BATCHES`. The blocks of GPT-2 and of the Transformers are
-marked with ``torch.compiler.nested_compile_region``: those that are alike are captured once.
+except where Table 4's budget and share imply other activations; see `BATCHES`.
 """
 
 from __future__ import annotations
@@ -285,18 +284,10 @@ class UNO(nn.Module):
 # -- by name ---------------------------------------------------------------------------------------------------------------
 
 
-def _capture_once(kind: type[nn.Module]) -> None:
-    """Have blocks of this kind that are alike captured once."""
-    if not hasattr(kind.forward, "__marked_compile_region_fn__"):
-        kind.forward = torch.compiler.nested_compile_region(kind.forward)
-
-
 def _gpt2(layers: int, width: int = 1024, heads: int = 16) -> Callable[[int], Step]:
     def make(batch: int) -> Step:
         from transformers import GPT2Config, GPT2LMHeadModel
-        from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
-        _capture_once(GPT2Block)
         config = GPT2Config(n_layer=layers, n_embd=width, n_head=heads, n_positions=TOKENS, use_cache=False)
         return NextToken(GPT2LMHeadModel(config)), (torch.zeros(batch, TOKENS, dtype=torch.int64),), {}
 
@@ -305,8 +296,6 @@ def _gpt2(layers: int, width: int = 1024, heads: int = 16) -> Callable[[int], St
 
 def _transformer(layers: int) -> Callable[[int], Step]:
     def make(batch: int) -> Step:
-        _capture_once(nn.TransformerEncoderLayer)
-        _capture_once(nn.TransformerDecoderLayer)
         vectors = torch.empty(VECTORS, batch, 512)
         network = nn.Transformer(512, 16, layers, layers)
         return SequenceToSequence(network), (vectors, vectors.clone()), {}
