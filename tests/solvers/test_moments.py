@@ -57,6 +57,23 @@ def test_no_schedule_in_any_order_is_cheaper_whatever_the_moments(seed: int, cho
             assert least <= best + 1e-6
 
 
+@pytest.mark.parametrize(
+    ("seed", "overwriting", "budget", "moments"),
+    [(901251, False, 32, [1, 4, 5, 6]), (986980, True, 28, [3]), (318575, True, 37, [5])],
+)
+def test_what_runs_once_may_wait_for_the_backward(
+    seed: int, overwriting: bool, budget: int, moments: list[int]
+) -> None:
+    """An op of the forward that may not run again, but draws nothing, runs where its result is wanted, as the verifier says."""
+    problem = Problem(random_graph(seed, 5, 4, overwriting=overwriting))
+    early = needed_at_the_boundary(problem)
+    assert not all(problem.recomputable[node] or node in early for node in range(problem.boundary))
+    best = cheapest_of_any_order(problem, budget)
+    for whole in (False, True):
+        least = proven(problem, budget, moments, whole)
+        assert least is not None and 0 < least <= best + 1e-6
+
+
 def any_sequence(problem: PlainProblem, rng: random.Random) -> NodeSequence:
     """All that must run, in some order, with values dropped at random and computed again when they are read."""
     nodes: list[int] = []
@@ -212,6 +229,36 @@ def test_the_method_says_what_its_bound_speaks_of() -> None:
     assert solution.bound_scope == BACKWARD_AFTER_FORWARD
     assert solution.schedule is not None and solution.lower_bound_seconds > 25
     assert solve(graph, 1, "moments").status is Status.INFEASIBLE
+
+
+def test_branching_decides_what_is_held_and_what_runs() -> None:
+    problem = skips(6)
+    budget = int(0.7 * problem.evaluate(once(problem)).peak_bytes)
+    moments = next([node] for node in likely(problem, budget) if proven(problem, budget, [node]) is not None)
+    share = proven(problem, budget, moments)
+    with contextlib.closing(MomentsProgram(problem, moments)) as program:
+        whole = program.bound(budget, whole=True)
+        phases = [one for (_, (before, end)), one in program._runs.items() if end - before == 1]
+        decided = [float(one.x) for one in (*program._held.values(), *phases) if not isinstance(one, float)]
+    assert share is not None and whole is not None and whole > share + 0.01
+    assert decided and all(min(value, 1 - value) < 1e-6 for value in decided)
+
+
+def test_before_a_moment_that_writes_over_memory_another_is_likely_too() -> None:
+    found = 0
+    for seed in range(60):
+        problem = Problem(random_graph(seed, 8, 8, overwriting=True))
+        order = once(problem).nodes
+        budget = int(0.6 * problem.evaluate(once(problem)).peak_bytes)
+        nodes = likely(problem, budget)
+        early = needed_at_the_boundary(problem)
+        assert len(set(nodes)) == len(nodes) and set(nodes) <= set(required(problem))
+        assert all(node >= problem.boundary or node in early for node in nodes)
+        before = order[order.index(nodes[0]) - 1] if nodes and nodes[0] != order[0] else -1
+        if before >= problem.boundary and problem.overwrites[nodes[0]]:
+            assert before in nodes
+            found += 1
+    assert found > 5
 
 
 def test_a_moment_is_held_by_what_the_schedule_holds() -> None:

@@ -49,6 +49,9 @@ MOST = 4
 ATTEMPTS = 24
 """The most moments that are tried alone."""
 
+BEFORE = 3
+"""Of so many of the likeliest moments, the node before is tried too."""
+
 LOWEST = 0.7
 """The smallest budget that the program is asked for, as a share of the budget, both less `base_bytes`."""
 
@@ -64,7 +67,8 @@ def likely(problem: PlainProblem, budget_bytes: int) -> list[int]:
     """Nodes at whose evaluation the budget may bind, the likeliest first.
 
     What the step without rematerialization holds there and the node's own working set, which no schedule avoids, are
-    large: their sum is over the budget, and larger than at the nodes before and after.
+    large: their sum is over the budget, and larger than at the nodes before and after. Where one of the likeliest
+    (`BEFORE`) writes over what it reads, the node before it may bind instead, and follows it.
     """
     sequence = once(problem)
     early = needed_at_the_boundary(problem)
@@ -77,7 +81,13 @@ def likely(problem: PlainProblem, budget_bytes: int) -> list[int]:
         for before, size, after, node in zip([0, *sums], sums, [*sums[1:], 0], sequence.nodes, strict=False)
         if before < size >= after and size > budget_bytes and (node >= problem.boundary or node in early)
     ]
-    return [node for _, node in sorted(found)]
+    nodes = [node for _, node in sorted(found)]
+    earlier = dict(zip(sequence.nodes[1:], sequence.nodes, strict=False))
+    for node in nodes[:BEFORE] if problem.overwrites else ():
+        other = earlier.get(node, node)
+        if problem.overwrites[node] and other not in nodes and (other >= problem.boundary or other in early):
+            nodes.insert(nodes.index(node) + 1, other)
+    return nodes
 
 
 def solve_program(

@@ -109,7 +109,7 @@ class MomentsProgram:
         self._first = {node: 0 if node < problem.boundary else self.crossing + 1 for node in self.nodes}
         self._due = dict.fromkeys(self.nodes, end)
         for node in self.nodes:
-            if node < problem.boundary and (node in early or problem.random[node] or not problem.recomputable[node]):
+            if node < problem.boundary and (node in early or problem.random[node]):
                 self._due[node] = self.crossing
         for moment, at in enumerate(self.moments):
             if at != CROSSING:
@@ -237,8 +237,8 @@ class MomentsProgram:
         Args:
             budget_bytes: the most that may be held at any moment.
             seconds: how long solving may take.
-            whole: whether values are held whole or not at all, instead of a share of them: a larger bound, by
-                branching.
+            whole: whether nodes run in a phase, and values are held, whole or not at all, instead of in part: a larger
+                bound, by branching. Either implies the other, but with one alone branching takes far longer.
 
         Returns:
             Seconds; ``None`` where nothing was proven, or nothing fits.
@@ -249,9 +249,10 @@ class MomentsProgram:
             if row is not None:
                 row.rhs = (budget_bytes - there) / self._unit_bytes
         if whole:
-            for held in self._held.values():
-                if isinstance(held, mip.Var):
-                    held.var_type = mip.BINARY
+            phases = [one for (_, (before, end)), one in self._runs.items() if end - before == 1]
+            for one in (*self._held.values(), *phases):
+                if isinstance(one, mip.Var):
+                    one.var_type = mip.BINARY
             self.model.max_mip_gap = TOLERANCE / 10
             self.model.preprocess = 0  # branching gets further without
         status = self.model.optimize(max(seconds, 1e-3), relax=not whole)
