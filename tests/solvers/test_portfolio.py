@@ -68,7 +68,7 @@ def test_effort_grows_with_the_gap() -> None:
 
 @pytest.mark.long
 @given(st.integers(0, 10_000), st.floats(0.3, 1.0))
-@settings(max_examples=10)
+@settings(max_examples=7)
 def test_every_method_returns_what_it_says(seed: int, share: float) -> None:
     graph = random_graph(seed, 6, 6)
     problem = Problem(graph)
