@@ -260,7 +260,7 @@ BUDGETS = st.one_of(st.just("min"), st.floats(0.2, 1.0).map(lambda share: round(
 
 
 @pytest.mark.long
-@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=14, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(make=networks(), budget=BUDGETS)
 def test_a_random_network_trains_with_eagers_bits(
     make: Callable[[], tuple[nn.Module, torch.Tensor]], budget: str | float

@@ -219,7 +219,7 @@ def test_sizes_that_vary() -> None:
 
 
 @pytest.mark.long
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     make=st.sampled_from(MAKES),
     names=st.lists(st.sampled_from(sorted(LOSSES)), min_size=2, max_size=4),

@@ -33,42 +33,9 @@ from tests.helpers.brute_force import cheapest_of_any_order
 from tests.helpers.graphs import random_graph, unit_chain
 
 
-def test_just_over_the_closed_gap_the_search_takes_little_longer_than_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    graph = unit_chain(120).replace(forward_outputs=(120,))
-    gap = solve(graph, 40, "crossing").gap
-    monkeypatch.setattr(_binding_moments, "likely", lambda _problem, _budget: [])  # no better bound
-    monkeypatch.setattr(_binding_moments, "branch", lambda *_args: 0.0)
-    seconds: list[float] = []
-
-    def unchanged(problem: Problem, sequence: NodeSequence, budget: int, deadline: float, seed: int) -> Any:
-        seconds.append(deadline - clock())
-        return sequence, 1
-
-    monkeypatch.setattr(_auto, "improve", unchanged)
-    for module in (_auto, _binding_moments):
-        monkeypatch.setattr(module, "CLOSED_GAP", gap / 1.01)
-        monkeypatch.setattr(module, "OPEN_GAP", 3 * gap)
-    monkeypatch.setattr(_auto, "IMPROVING_GAP", 1e3)  # what is in proportion to the gap itself is tested elsewhere
-    solution = solve(graph, 40, "auto", 60.0, seconds=40.0)
-    assert solution.gap == pytest.approx(gap, rel=1e-3)
-    assert any(note.startswith("rotor:") for note in solution.notes)
-    assert seconds and max(seconds) <= _auto.LAST_SECONDS
-    seconds.clear()
-    for module in (_auto, _binding_moments):
-        monkeypatch.setattr(module, "OPEN_GAP", gap / 1.005)
-    solve(graph, 40, "auto", 60.0, seconds=40.0)
-    assert max(seconds) > 4 * _auto.LAST_SECONDS
-
-
-def test_effort_grows_with_the_gap() -> None:
-    closed, wide = _binding_moments.CLOSED_GAP, _binding_moments.OPEN_GAP
-    gaps = [0.0, closed, (closed + wide) / 2, wide, math.inf]
-    assert [_binding_moments.effort(gap) for gap in gaps] == pytest.approx([0.0, 0.0, 0.5, 1.0, 1.0])
-
-
 @pytest.mark.long
 @given(st.integers(0, 10_000), st.floats(0.3, 1.0))
-@settings(max_examples=7)
+@settings(max_examples=10)
 def test_every_method_returns_what_it_says(seed: int, share: float) -> None:
     graph = random_graph(seed, 6, 6)
     problem = Problem(graph)
@@ -167,6 +134,18 @@ def test_auto_ends_once_no_schedule_can_be_cheap_enough(layers: int) -> None:
     assert "below_seconds" not in whole.options
 
 
+def improving_seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that each call of `improve` has from then on; none of them finds anything."""
+    seconds: list[float] = []
+
+    def unchanged(problem: Problem, sequence: NodeSequence, budget: int, deadline: float, seed: int) -> Any:
+        seconds.append(deadline - clock())
+        return sequence, 1
+
+    monkeypatch.setattr(_auto, "improve", unchanged)
+    return seconds
+
+
 @pytest.mark.parametrize("budget", [40, 70])
 def test_where_the_gap_is_closed_the_time_for_improving_is_in_proportion_to_it(
     budget: int, monkeypatch: pytest.MonkeyPatch
@@ -176,19 +155,40 @@ def test_where_the_gap_is_closed_the_time_for_improving_is_in_proportion_to_it(
     monkeypatch.setattr(_auto, "LEAST_GAP", gap / 2)
     monkeypatch.setattr(_auto, "CLOSED_GAP", 4 * gap)
     monkeypatch.setattr(_binding_moments, "likely", lambda _problem, _budget: [])  # no better bound
-    seconds: list[float] = []
-
-    def unchanged(problem: Problem, sequence: NodeSequence, budget: int, deadline: float, seed: int) -> Any:
-        seconds.append(deadline - clock())
-        return sequence, 1
-
-    monkeypatch.setattr(_auto, "improve", unchanged)
+    seconds = improving_seconds(monkeypatch)
     assert solve(graph, budget, "auto").gap == pytest.approx(gap, rel=1e-3)
     assert len(seconds) == 1 and seconds[0] <= _auto.LAST_SECONDS / 4
     seconds.clear()
     monkeypatch.setattr(_auto, "LEAST_GAP", 2 * gap)
     solve(graph, budget, "auto")
     assert not seconds
+
+
+def test_just_over_the_closed_gap_the_search_takes_little_longer_than_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = unit_chain(120).replace(forward_outputs=(120,))
+    gap = solve(graph, 40, "crossing").gap
+    monkeypatch.setattr(_binding_moments, "likely", lambda _problem, _budget: [])  # no better bound
+    monkeypatch.setattr(_binding_moments, "branch", lambda *_args: 0.0)
+    seconds = improving_seconds(monkeypatch)
+    for module in (_auto, _binding_moments):
+        monkeypatch.setattr(module, "CLOSED_GAP", gap / 1.01)
+        monkeypatch.setattr(module, "OPEN_GAP", 3 * gap)
+    monkeypatch.setattr(_auto, "IMPROVING_GAP", 1e3)  # what is in proportion to the gap itself is tested elsewhere
+    solution = solve(graph, 40, "auto", 60.0, seconds=40.0)
+    assert solution.gap == pytest.approx(gap, rel=1e-3)
+    assert any(note.startswith("rotor:") for note in solution.notes)
+    assert seconds and max(seconds) <= _auto.LAST_SECONDS
+    seconds.clear()
+    for module in (_auto, _binding_moments):
+        monkeypatch.setattr(module, "OPEN_GAP", gap / 1.005)
+    solve(graph, 40, "auto", 60.0, seconds=40.0)
+    assert max(seconds) > 4 * _auto.LAST_SECONDS
+
+
+def test_effort_grows_with_the_gap() -> None:
+    closed, wide = _binding_moments.CLOSED_GAP, _binding_moments.OPEN_GAP
+    gaps = [0.0, closed, (closed + wide) / 2, wide, math.inf]
+    assert [_binding_moments.effort(gap) for gap in gaps] == pytest.approx([0.0, 0.0, 0.5, 1.0, 1.0])
 
 
 @pytest.mark.long

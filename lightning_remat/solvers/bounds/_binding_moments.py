@@ -113,6 +113,11 @@ def effort(gap: float) -> float:
     return min(1.0, max(0.0, gap - CLOSED_GAP) / (OPEN_GAP - CLOSED_GAP))
 
 
+def _gap(seconds: float, least: float) -> float:
+    """The gap of a schedule that takes ``seconds`` a step to a lower bound, as a share of the bound."""
+    return seconds / least - 1 if least > 0 else math.inf
+
+
 def choose(
     problem: PlainProblem,
     budget_bytes: int,
@@ -144,8 +149,8 @@ def choose(
     alone: list[tuple[float, int]] = []
     for node in likely(problem, budget_bytes)[:ATTEMPTS]:
         proven = max([best, *(value for value, _ in alone)])
-        if alone and proven > 0:
-            deadline = begun + effort(known_seconds / proven - 1) * (usual - begun)
+        if alone:
+            deadline = begun + effort(_gap(known_seconds, proven)) * (usual - begun)
         if clock() > (deadline - (deadline - begun) / 3 if alone else patient):
             break
         if proven >= below_seconds or is_near(known_seconds, proven, CLOSED_GAP if alone else LEAST_GAP):
@@ -280,7 +285,7 @@ def moments(
     if is_near(known_seconds, least):
         return Answer(known, Status.FEASIBLE, least, BACKWARD_AFTER_FORWARD, notes=("what is known is near the bound",))
     attempts = max(min(attempts, FEWEST), min(attempts, attempts * LARGE // len(problem)))
-    share = effort(known_seconds / least - 1) if least > 0 else 1.0
+    share = effort(_gap(known_seconds, least))
     until = deadline if known is None else min(deadline, clock() + share * making_seconds)
     found = schedules(problem, chosen[-1], budget_bytes, amounts, 2 * attempts, until, solver)
     best = finish(problem, found, budget_bytes, deadline, max(1, round(share * attempts)))
@@ -288,8 +293,7 @@ def moments(
     if known_seconds <= best_seconds:
         best, best_seconds = known, known_seconds
     if not is_near(best_seconds, least):
-        share = effort(best_seconds / least - 1) if least > 0 else 1.0
-        until = min(deadline, clock() + share * branching_seconds)
+        until = min(deadline, clock() + effort(_gap(best_seconds, least)) * branching_seconds)
         least = max(least, branch(problem, chosen, budget_bytes, until, solver))
     names = ", ".join(problem.name(node) for node in chosen[-1]) or "none"
     notes = (f"{len(found)} schedules fit; moments beside the crossing: {names}",)
