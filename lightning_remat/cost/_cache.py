@@ -20,7 +20,7 @@ from lightning_remat.cost._op_cost import OpCost
 log = logging.getLogger(__name__)
 
 FORMAT = "lightning_remat.costs"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 MOST = 20_000
 """Costs that are kept in one file, the ones measured last (a large network has some hundreds)."""
@@ -30,7 +30,7 @@ MOST_FILES = 50
 
 
 class CostCache:
-    """One JSON file for each device model, torch version and set of kernel-choosing settings (see `fingerprint`).
+    """One JSON file for each device model, torch version and set of kernel-choosing settings (see `fingerprint`), and format.
 
     ATen ops are kept, whose code is given by torch's version, and this package's own functions, by its version. Nothing that
     goes wrong with the disk raises: a corrupt file is ignored with a warning and written anew, a directory that cannot be
@@ -47,7 +47,7 @@ class CostCache:
 
     def path(self, device: torch.device) -> Path:
         """The file for ``device`` under the settings of this moment."""
-        facts = json.dumps(fingerprint(device), sort_keys=True)
+        facts = json.dumps([FORMAT_VERSION, fingerprint(device)], sort_keys=True)
         return self.directory / f"costs-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.json"
 
     def load(self, device: torch.device) -> dict[str, OpCost]:

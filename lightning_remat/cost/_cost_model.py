@@ -40,7 +40,7 @@ def cost_model(name: str, *, cache: CostCache | None = None, progress: Progress 
 
     Example:
         >>> cost_model("unit")([None], torch.device("cpu"))
-        [OpCost(seconds=0.0, workspace_bytes=0, real_bytes=())]
+        [OpCost(seconds=0.0, workspace_bytes=0, real_bytes=(), real_strides=())]
     """
     kind, separator, device_name = name.partition(":")
     if kind == "roofline" and separator:

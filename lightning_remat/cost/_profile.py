@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import logging
@@ -109,11 +110,7 @@ def _measure(
                 error,
             )
             unknown_workspaces = set(seconds)
-    measured = {
-        key: OpCost(seconds[key], memory[key].workspace_bytes, memory[key].real_bytes)
-        for key in seconds
-        if key in memory
-    }
+    measured = {key: OpCost(seconds[key], *dataclasses.astuple(memory[key])) for key in seconds if key in memory}
     estimated = {key: measured.pop(key) for key in unknown_workspaces}
     estimated.update(failures.estimates())
     return measured, estimated

@@ -1,9 +1,9 @@
 """How much memory an operation takes for itself, its workspace: its peak above its inputs and outputs.
 
 What counts as output is what the computation graph counts, the span of each tensor: padding that a kernel adds to a storage
-is workspace here. Where an output is other than `OpCall.outputs` says (another dtype or shape, or on another device),
-the real one counts, and its bytes are reported for the graph. Memory that the allocator does not know of (scratch that
-oneDNN or cuBLAS allocates for itself, once) is not seen.
+is workspace here. Where an output is other than `OpCall.outputs` says (another dtype or shape, or on another device), the
+real one counts, and its bytes are reported for the graph; where it lies otherwise, its strides are. Memory that the allocator
+does not know of (scratch that oneDNN or cuBLAS allocates for itself, once) is not seen.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ class ProfilerInUseError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The memory that one call takes: see `OpCost.workspace_bytes` and `OpCost.real_bytes`."""
+    """The memory that one call takes, and how its results lie there: see the attributes of these names of `OpCost`."""
 
     workspace_bytes: int = 0
     real_bytes: tuple[tuple[int, int], ...] = ()
+    real_strides: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
 
 def cuda_memory(call: OpCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> Memory:
@@ -52,7 +53,7 @@ def cuda_memory(call: OpCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     outputs = Outputs.of(call, result, args, kwargs, device)
     blocks = sum(block_bytes(nbytes, device.type) for nbytes in outputs.storages)
     beside = temporary_bytes(before, after, sum(outputs.storages), blocks)
-    return Memory(max(0, beside + blocks - outputs.counted), outputs.real_bytes)
+    return Memory(max(0, beside + blocks - outputs.counted), outputs.real_bytes, outputs.real_strides)
 
 
 def temporary_bytes(before: Mapping[str, int], after: Mapping[str, int], requested: int, blocks: int) -> int:
@@ -115,7 +116,7 @@ def cpu_memory(calls: Iterable[OpCall], on_error: Callable[[OpCall, Exception], 
             found.append((call.key, outputs))
     peaks = _peaks(*internals.marked(profiler, _MARK))
     return {
-        key: Memory(max(0, peaks.get(i, 0) - outputs.counted), outputs.real_bytes)
+        key: Memory(max(0, peaks.get(i, 0) - outputs.counted), outputs.real_bytes, outputs.real_strides)
         for i, (key, outputs) in enumerate(found)
         if outputs is not None
     }
@@ -160,11 +161,13 @@ class Outputs:
         storages: bytes of each.
         counted: bytes that the computation graph counts for all of them.
         real_bytes: see `OpCost.real_bytes`.
+        real_strides: see `OpCost.real_strides`.
     """
 
     storages: tuple[int, ...]
     counted: int
     real_bytes: tuple[tuple[int, int], ...]
+    real_strides: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     @classmethod
     def of(
@@ -176,6 +179,7 @@ class Outputs:
         storages: dict[int, int] = {}
         counted: dict[int, int] = {}
         real_bytes: list[tuple[int, int]] = []
+        real_strides: list[tuple[int, tuple[int, ...]]] = []
         for place, tensor in enumerate(returned):
             storage, spec = _storage(tensor), TensorSpec.of(tensor)
             if storage in known:
@@ -189,7 +193,9 @@ class Outputs:
                     log.debug("%s returns %s where %s was announced", call.target, spec, announced)
                 if spec.bytes_on(device) != announced.bytes_on(device):
                     real_bytes.append((place, spec.bytes_on(device)))
-        return cls(tuple(storages.values()), sum(counted.values()), tuple(real_bytes))
+                if spec.shape == announced.shape and not spec.lies_as(announced):
+                    real_strides.append((place, spec.stride))
+        return cls(tuple(storages.values()), sum(counted.values()), tuple(real_bytes), tuple(real_strides))
 
 
 def _alike(one: TensorSpec, other: TensorSpec) -> bool:

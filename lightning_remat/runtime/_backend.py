@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -55,6 +56,7 @@ from lightning_remat.runtime._accumulate import Accumulator
 from lightning_remat.runtime._arrivals import Arrivals
 from lightning_remat.runtime._graph import Graph
 from lightning_remat.runtime._moving import ChangedActivations, MovingBuffers
+from lightning_remat.runtime._planning import OtherLayouts
 from lightning_remat.runtime._running import Runner, Step
 from lightning_remat.runtime._sized_plans import rounded_up
 
@@ -131,13 +133,18 @@ class Backend:
             self.step.reasons.failed("it computes with distributed tensors, which are left as they are")
             return as_in_eager_mode(module).forward
         self.step.plans.planning.progress("capturing")
-        handed = functools.partial(_Handed, self, module, inputs, symbolic, code, in_checkpoints)
+
+        def planned() -> Callable[..., Any]:
+            while True:  # each time with what the last one has learned of the device's kernels
+                with contextlib.suppress(OtherLayouts):
+                    return _Handed(self, module, inputs, symbolic, code, in_checkpoints).captured()
+
         if self.step.plans.planning.config.fuse == "fast" and not symbolic and not in_checkpoints:
-            found = self._with_channels_last(module, handed)
+            found = self._with_channels_last(module, planned)
             if found is not None:
                 return found
         try:
-            return handed().captured()
+            return planned()
         except Exception as error:  # whatever torch raises: the graph runs as before, and a warning gives the reason
             with_constants()
             reason = REFUSED if REFUSAL in str(error) else f"{type(error).__name__}: {error}"
@@ -152,7 +159,7 @@ class Backend:
             return as_in_eager_mode(module).forward
 
     def _with_channels_last(
-        self, module: torch.fx.GraphModule, handed: Callable[[], _Handed]
+        self, module: torch.fx.GraphModule, planned: Callable[[], Callable[..., Any]]
     ) -> Callable[..., Any] | None:
         """What runs a graph with its convolutions on tensors with channels last; ``None`` where it stays as it is."""
         try:
@@ -163,7 +170,7 @@ class Backend:
         if not relaid.convolutions:
             return None
         try:
-            return handed().captured()
+            return planned()
         except Exception as error:  # noqa: BLE001 - a view of a tensor that lies otherwise, for one
             relaid.take_back()
             log.info("%s keeps its tensors' layouts: %s", self.step.reasons.name or "The step", error)
@@ -360,7 +367,7 @@ class _Handed:
                     buffers.planned_bytes + self._step.recordings.room_bytes(captured),
                     staged=self._stages is not None,
                 )
-        except (ScheduleError, GraphError):  # a defect of this library must not end the user's step: it runs as before
+        except (CaptureError, ScheduleError, GraphError):  # this library's defects must not end the user's step
             raise
         except RematError as error:
             raise Stop(error) from error

@@ -16,8 +16,9 @@ import torch
 from lightning_remat.allocator import Footprint
 from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.capture import CapturedGraph
+from lightning_remat.capture._measured_layouts import learn
 from lightning_remat.cost import CostCache, OpCost, cost_model
-from lightning_remat.errors import ScheduleError
+from lightning_remat.errors import CaptureError, ScheduleError
 from lightning_remat.graph import ComputationGraph, Host
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._curves import Curves
@@ -49,6 +50,10 @@ Earlier = Sequence[tuple[Plan, Weights]]
 """The graphs that a call has run before one of its graphs: their plans, and the parameters that they give gradients."""
 
 _Answer = TypeVar("_Answer")
+
+
+class OtherLayouts(BaseException):
+    """Measuring has found results of a traced graph that lie otherwise in memory: it is to be traced once more."""
 
 
 class Planning:
@@ -168,8 +173,17 @@ class Planning:
         around = dataclasses.replace(around, resident_bytes=around.resident_bytes + unnamed)
         return around, self.allocator.memory(device, later_bytes=around.later_bytes + not_yet, begins=begins)
 
-    def measured(self, captured: CapturedGraph) -> tuple[CapturedGraph, float]:
-        """The graph with the costs of its ops, and the seconds that it took to measure them."""
+    def measured(self, captured: CapturedGraph, *, traced: bool = False) -> tuple[CapturedGraph, float]:
+        """The graph with the costs of its ops, and the seconds that it took to measure them.
+
+        Args:
+            captured: the graph.
+            traced: whether it was just traced, and can be once more.
+
+        Raises:
+            OtherLayouts: where results lie otherwise than it was traced with, and that was not known.
+            CaptureError: where they do, and sizes are symbols.
+        """
         started = time.monotonic()
         device = captured.device
         self.progress("measuring every operation")
@@ -184,6 +198,13 @@ class Planning:
             lambda found: [one.to_list() for one in found],
             lambda data: [OpCost.from_list(one) for one in data],
         )
+        if traced and any(c.real_strides for c in costs):
+            if captured.symbols:
+                raise CaptureError(
+                    "results lie otherwise in memory than torch says, which is known of given sizes only"
+                )
+            if learn(captured.calls, [c.real_strides for c in costs]):
+                raise OtherLayouts
         captured = captured.with_costs(
             [c.seconds for c in costs], [c.workspace_bytes for c in costs], [c.real_bytes for c in costs]
         )

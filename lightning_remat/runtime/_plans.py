@@ -158,7 +158,7 @@ class Plans:
     def _first_within(
         self, captured: CapturedGraph, weights: Weights, whole: bool, room_bytes: int, *, staged: bool
     ) -> tuple[CapturedGraph, ComputationGraph, Plan, Surroundings, DeviceMemory | None]:
-        captured, cost_seconds = self.planning.measured(captured)
+        captured, cost_seconds = self.planning.measured(captured, traced=True)
         if staged and parse_budget(self.planning.config.budget).kind is not BudgetKind.MIN:
             with contextlib.suppress(InfeasibleBudgetError):
                 return self._first(captured, cost_seconds, weights, whole, room_bytes, lambda form: form)

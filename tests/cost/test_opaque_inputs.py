@@ -236,9 +236,10 @@ def table() -> dict[str, OpCall]:
     }
 
 
-def test_fake_results_of_usual_ops_take_the_memory_of_real_ones(logged: Callable[[int], list[str]]) -> None:
+def test_fake_results_of_usual_ops_lie_as_real_ones_and_take_their_memory(logged: Callable[[int], list[str]]) -> None:
     costs = dict(zip(table(), profile(list(table().values()), CPU), strict=True))
     assert {name: cost.real_bytes for name, cost in costs.items() if cost.real_bytes} == {}
+    assert {name: cost.real_strides for name, cost in costs.items() if cost.real_strides} == {}
     assert logged(logging.DEBUG) == []
 
 

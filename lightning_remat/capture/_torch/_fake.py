@@ -2,13 +2,15 @@
 
 * ``FakeTensor``, ``_disable_current_modes``, ``_saved_tensors_hooks_set_tracing``: planning runs real operations in the
   middle of fake tracing, and a network larger than the memory is captured as a fake one.
-* ``FakeTensorMode._dispatch_impl``: some fake results have other strides than the real ones (see ``capture._layouts``).
+* ``FakeTensorMode._dispatch_impl``: some fake results have other strides than the real ones (see ``capture._layouts`` and
+  ``capture._measured_layouts``).
 * ``FunctionalTensorMode.__torch_dispatch__``: where functionalization replaces an op in place (see `spaced_results`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from lightning_remat.capture._layouts import real_layout, with_narrow_gaps
+from lightning_remat.capture._measured_layouts import measured_strides
 from lightning_remat.capture._torch._loggers import silent_loggers
 from lightning_remat.errors import CaptureError
 
@@ -60,10 +63,18 @@ def without_functions_of_ones_own() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def real_layouts() -> Iterator[None]:
-    """Trace with the strides that the real kernels give (`real_layout`)."""
+    """Trace with the strides that the real kernels give (`real_layout`), or were seen to give (`measured_strides`)."""
     original: Any = FakeTensorMode._dispatch_impl
 
     def dispatch(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        result = ruled(self, func, types, args, kwargs)
+        strides = measured_strides(func, args, kwargs)
+        if not strides:
+            return result
+        with self:
+            return _lying_so(result, strides)
+
+    def ruled(self: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten._batch_norm_with_update_functional.default:
             return _fake_batch_norm(dispatch, self, types, args)
         result = original(self, func, types, args, kwargs)
@@ -84,6 +95,17 @@ def real_layouts() -> Iterator[None]:
     finally:
         FakeTensorMode._dispatch_impl = original  # type: ignore[method-assign]
         FakeTensorMode.cache_clear()
+
+
+def _lying_so(result: Any, strides: Mapping[int, tuple[int, ...]]) -> Any:
+    """What an op returns, with these strides for the tensors at these places."""
+    places = itertools.count()
+
+    def so(x: torch.Tensor) -> torch.Tensor:
+        wanted = strides.get(next(places), x.stride())
+        return x if wanted == x.stride() else torch.empty_strided(x.shape, wanted, dtype=x.dtype, device=x.device)
+
+    return tree_map_only(torch.Tensor, so, result)
 
 
 def _fake_batch_norm(dispatch: Callable[..., Any], mode: Any, types: Any, args: Any) -> tuple[Any, ...]:
