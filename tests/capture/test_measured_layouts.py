@@ -162,3 +162,37 @@ def test_what_is_known_is_not_learned_again() -> None:
     assert _measured_layouts.measured_strides(aten.sin.default, (torch.empty(4, 6),), {}) == {0: (1, 4)}
     assert not _measured_layouts.measured_strides(aten.sin.default, (torch.empty(5, 6),), {})
     assert not _measured_layouts.measured_strides(aten.cos.default, (torch.empty(4, 6),), {})
+
+
+class Upsampled(nn.Module):
+    """A group norm behind a convolution of what has channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.transpose(1, 2).unflatten(2, (6, 6))
+        return self.last(
+            torch.nn.functional.silu(self.norm(self.first(torch.nn.functional.interpolate(x, scale_factor=2))))
+        )
+
+
+class Patches(nn.Module):
+    """A batch norm of the features of patches, and a linear layer behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x).transpose(1, 2)).transpose(1, 2).relu())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("make", [Upsampled, Patches])
+def test_a_device_is_asked_how_its_results_lie(make: Callable[[], nn.Module]) -> None:
+    torch.use_deterministic_algorithms(True)
+    report = check(make().to("cuda"), torch.randn(4, 36, 8, device="cuda"), budget="min")
+    assert report.equal, report.summary()
