@@ -7,12 +7,14 @@
 * ``_FirstInvocationContext``: its look at each op of a first run (see `_unwatched`).
 * ``_EnableTorchFunction``: steps that are given tensors of a subclass (see `_of_plain_tensors`).
 * ``run_functionalized_fw_and_collect_metadata``: where it decides which layouts the tangents have (see
-  `_tangents_lie`), and ``TracingContext``, where its notes on them are found (see ``_exchange``).
+  `_tangents_lie`) and how outputs that are views are made (see `_detached_views`), and ``TracingContext``, where its notes
+  on tangents are found (see ``_exchange``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,6 +27,7 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch._functorch import aot_autograd as functorch_aot
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import runtime_wrappers
+from torch._functorch._aot_autograd.schemas import OutputType
 from torch._guards import TracingContext
 from torch._inductor import config as inductor_config
 from torch._ops import OpOverload
@@ -188,6 +191,7 @@ class Frame:
             floats_stay(),
             real_layouts(),
             spaced_results(),
+            _noted(_detached_views),
             unread_ops_stay(self._stays),
             nodes_made_fast(self._symbolic),
             unprinted(),
@@ -227,8 +231,8 @@ class _Traced(BaseException):
 
 
 @contextlib.contextmanager
-def _tangents_lie(layouts: Layouts) -> Iterator[None]:
-    """While open, AOTAutograd traces a backward for tangents with these layouts."""
+def _noted(change: Callable[[Any], None]) -> Iterator[None]:
+    """While open, AOTAutograd's notes on each graph are changed before it goes by them."""
     own = functorch_aot.run_functionalized_fw_and_collect_metadata  # type: ignore[attr-defined]
 
     def collecting(*args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -236,11 +240,7 @@ def _tangents_lie(layouts: Layouts) -> Iterator[None]:
 
         def collected(*inputs: Any) -> Any:
             metadata = collect(*inputs)
-            for i, description in enumerate(metadata.traced_tangents_descs):
-                layout, tangent = layouts.get(output_of(description)), metadata.traced_tangents[i]  # type: ignore[arg-type]
-                if layout is not None and isinstance(tangent, FakeTensor):
-                    with tangent.fake_mode:
-                        metadata.traced_tangents[i] = layout.empty_like(tangent)
+            change(metadata)
             return metadata
 
         return collected
@@ -250,6 +250,31 @@ def _tangents_lie(layouts: Layouts) -> Iterator[None]:
         yield
     finally:
         functorch_aot.run_functionalized_fw_and_collect_metadata = own  # type: ignore[attr-defined]
+
+
+def _tangents_lie(layouts: Layouts) -> contextlib.AbstractContextManager[None]:
+    """While open, AOTAutograd traces a backward for tangents with these layouts."""
+
+    def change(metadata: Any) -> None:
+        for i, description in enumerate(metadata.traced_tangents_descs):
+            layout, tangent = layouts.get(output_of(description)), metadata.traced_tangents[i]
+            if layout is not None and isinstance(tangent, FakeTensor):
+                with tangent.fake_mode:
+                    metadata.traced_tangents[i] = layout.empty_like(tangent)
+
+    return _noted(change)
+
+
+def _detached_views(metadata: Any) -> None:
+    """Have an output that is ``view.detach()``, beside the view itself, made of the view by its strides.
+
+    Torch notes the views that lead from their base to it, and makes them once more, of the output that is the view already:
+    ``h.t()`` would be turned back, and for ``h[:, 0]`` there is no such dimension left.
+    """
+    for i, output in enumerate(metadata.output_info):
+        of_output = output.output_type is OutputType.alias_of_intermediate_base_is_user_output
+        if of_output and not output.requires_grad:
+            metadata.output_info[i] = dataclasses.replace(output, view_meta_sequence=None)
 
 
 def _with_gradients_alone(backward: torch.fx.GraphModule, summands: int) -> torch.fx.GraphModule:
