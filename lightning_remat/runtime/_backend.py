@@ -32,7 +32,7 @@ from lightning_remat.capture._nodes import gradient_arguments
 from lightning_remat.capture._tangents import Layouts
 from lightning_remat.capture.gradients._autocast import cast_arguments, cast_often, share_casts
 from lightning_remat.capture.gradients._order import gradient_order, without_gradients
-from lightning_remat.capture.gradients._ports import hands_on_views_alone, with_ports
+from lightning_remat.capture.gradients._ports import detach_views_without_gradients, hands_on_views_alone, with_ports
 from lightning_remat.capture.gradients._shared import shared_gradients
 from lightning_remat.capture.gradients._stages import Stages, in_stages, stages_of
 from lightning_remat.capture.gradients._sums import (
@@ -121,6 +121,7 @@ class Backend:
         internals.guard_on_choices()
         in_checkpoints = checkpoints(module)
         name_assertions(module)
+        detach_views_without_gradients(module)
         if self.step.reasons.gave_up:  # in the middle of a call
             if in_checkpoints:
                 raise CaptureError("the rest of a call that runs as before")

@@ -257,7 +257,7 @@ def _tangents_lie(layouts: Layouts) -> contextlib.AbstractContextManager[None]:
 
     def change(metadata: Any) -> None:
         for i, description in enumerate(metadata.traced_tangents_descs):
-            layout, tangent = layouts.get(output_of(description)), metadata.traced_tangents[i]
+            layout, tangent = layouts.get(output_of(description)), metadata.traced_tangents[i]  # type: ignore[arg-type]
             if layout is not None and isinstance(tangent, FakeTensor):
                 with tangent.fake_mode:
                     metadata.traced_tangents[i] = layout.empty_like(tangent)

@@ -22,6 +22,39 @@ from torch.fx import Node
 from lightning_remat.capture import _torch as internals
 
 
+def detach_views_without_gradients(module: torch.fx.GraphModule) -> None:
+    """Hand out detached what is a view that the step makes where gradients are off, of what has some.
+
+    Such a view says that it needs gradients, and has no part in any: code after the graph that computes with it passes none
+    on. AOTAutograd makes it anew of its base outside of the graph, where gradients are on.
+    """
+    inputs = {id(node.meta.get("example_value")) for node in module.graph.find_nodes(op="placeholder")}
+    made: dict[Node, Node] = {}
+    for node in module.graph.output_node().all_input_nodes:
+        value = node.meta.get("example_value")
+        if node.op in ("placeholder", "get_attr") or not isinstance(value, torch.Tensor) or not value.requires_grad:
+            continue
+        if value._is_view() and (first := _first_view(value)) is not None and id(first) not in inputs:
+            with module.graph.inserting_before(module.graph.output_node()):
+                made[node] = module.graph.call_method("detach", (node,))
+            made[node].meta = {**node.meta, "example_value": value.detach()}
+    if made:
+        output = module.graph.output_node()
+        output.args = torch.fx.map_arg(output.args, lambda node: made.get(node, node))
+        module.recompile()
+
+
+def _first_view(view: torch.Tensor) -> torch.Tensor | None:
+    """The view without gradients that this one is, or is a view of; ``None`` where its gradient goes on to its base."""
+    if view.grad_fn is None:
+        return view
+    function: Any = view.grad_fn
+    while len(function.next_functions) == 1 and function.next_functions[0][0] is not None:
+        function = function.next_functions[0][0]
+    leaf = getattr(function, "variable", None)
+    return leaf if leaf is not None and leaf._is_view() else None
+
+
 def hands_on_views_alone(module: torch.fx.GraphModule) -> bool:
     """Whether all outputs of a captured graph that get gradients are views of its arguments: it has nothing to save."""
     storages = {_storage(node) for node in module.graph.find_nodes(op="placeholder")} - {None}
