@@ -11,6 +11,7 @@ import functools
 import logging
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ from lightning_remat.capture.tracing._rows import rows_are_found
 from lightning_remat.runtime._call import Call, Shapes, alike_but_for_sizes, varying
 from lightning_remat.runtime._graph import Graph
 from lightning_remat.runtime._reasons import Reasons
+from lightning_remat.runtime._recaptured import OFTEN, Recaptured
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,9 @@ MOST_CAPTURES = 4
 
 CALLS_OF_ONE = 25
 """Calls after which one of these captures no longer counts: what changes with each epoch may be captured anew each time."""
+
+LITTLE = 0.05
+"""Share of the bytes that a call saves for its backward up to which a function may be left alone since its sizes vary."""
 
 MOST_LEFT = 4
 """How often functions that are captured again and again may be left alone while the rest of the step stays planned."""
@@ -109,7 +114,9 @@ class Captures:
         self._all_calls = 0
         self._captured_sets = 0
         self._left_codes: set[types.CodeType] = set()  # of frames that are not captured any more
+        self._passed_codes: set[types.CodeType] = set()  # likewise, but what they call is
         self._times_left = 0
+        self._recaptured = Recaptured()
         self._static: Callable[..., Any]
         self._symbolic: Callable[..., Any] | None
         self._compile(symbolic=True)
@@ -134,12 +141,14 @@ class Captures:
         backend, around = self._backends[symbolic], functools.partial(self._tracing, symbolic=symbolic)
         waits = self._units.waits
         return internals.compile_frame(
-            function, backend, around, self._left_codes, CODES, waits, symbolic, self._uncaptured
+            function, backend, around, self._left_codes, CODES, waits, symbolic, self._uncaptured, self._passed_codes
         )
 
     def _hand_over(self, module: torch.fx.GraphModule, inputs: Sequence[Any], symbolic: bool) -> Callable[..., Any]:
         self._known(internals.integers(module, sizes=True))  # a plan knows all sizes
         self._units.note(self._code, module)
+        if self._code is not None:
+            self._recaptured.note(self._code, self._all_calls)
         weakly = weakref.ref(self)  # here too
         if calls_units(module):
             number = len(self._cuts)
@@ -361,6 +370,43 @@ class Captures:
         for graph in left:
             graph.left = True
         self._captures[shapes] = 0, self._all_calls
-        names = sorted(f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})" for code in codes)
-        self._reasons.failed(f"{' and '.join(names)} {again}; what else the step does stays planned")
+        self._reasons.failed(f"{_names(codes)} {again}; what else the step does stays planned")
         return left
+
+    def leave_what_varies(self, graphs: Sequence[Graph]) -> set[Graph]:
+        """No longer capture the functions that nearly every call captures anew, since sizes in them vary that are no symbols.
+
+        Only functions whose graphs save little of what the call does are left, since nothing of theirs is planned then.
+
+        Args:
+            graphs: all captured graphs.
+
+        Returns:
+            The graphs that run in eager mode from now on.
+        """
+        codes = self._recaptured.often(self._all_calls) - self._left_codes - self._passed_codes
+        if not codes:
+            return set()
+        saved = Counter[types.CodeType | None]()
+        for graph in self._call.path:
+            saved[graph.code] += graph.saved_bytes()
+        small = LITTLE * saved.total()
+        cannot = {graph.code for graph in graphs if graph.plainly is None}
+        codes = {
+            code for code in codes if saved[code] <= small and not internals.is_code_of(code, self._function)
+        } - cannot
+        left = {graph for graph in graphs if graph.code in codes}
+        self._passed_codes |= codes
+        for graph in left:
+            graph.left = True
+        if left:
+            names = _names(codes & {graph.code for graph in left})
+            self._reasons.failed(
+                f"{names} was captured in {OFTEN} calls or more, since sizes in it change with each (the number of boxes that "
+                "were found, say); what else the step does stays planned"
+            )
+        return left
+
+
+def _names(codes: Iterable[types.CodeType]) -> str:
+    return " and ".join(sorted(f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})" for code in codes))

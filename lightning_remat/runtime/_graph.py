@@ -20,7 +20,8 @@ from lightning_remat.runtime._accumulate import Accumulator
 from lightning_remat.runtime._arrivals import Arrivals
 from lightning_remat.runtime._moving import ChangedActivations, MovingBuffers
 from lightning_remat.runtime._sized_plans import SizedPlans
-from lightning_remat.schedule import Schedule
+from lightning_remat.schedule import Schedule, simulate
+from lightning_remat.solvers import Problem
 
 READ_CALLS = 2
 """First calls of a graph, in which it is noted which parameters it is given."""
@@ -97,6 +98,11 @@ class Graph:
             self.calls = first or number, number, count + 1
         if count < READ_CALLS:
             self.read.update(id(value) for value in args if isinstance(value, torch.nn.Parameter))
+
+    def saved_bytes(self) -> int:
+        """Bytes that its forward leaves behind where nothing is evaluated again."""
+        problem = Problem(self.captured.graph)
+        return simulate(self.captured.graph, problem.expand(problem.captured)).saved_bytes
 
     @property
     def is_new(self) -> bool:

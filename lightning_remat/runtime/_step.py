@@ -36,6 +36,7 @@ from lightning_remat.runtime._agreement import Agreement
 from lightning_remat.runtime._backend import Backend, NoPacking, NoSymbols, Stop
 from lightning_remat.runtime._call import Call, Shapes, shapes_of
 from lightning_remat.runtime._captures import Captures
+from lightning_remat.runtime._graph import Graph
 from lightning_remat.runtime._improving import Improving
 from lightning_remat.runtime._measuring import Measuring
 from lightning_remat.runtime._modules import has_lazy_parameters
@@ -248,6 +249,8 @@ class ScheduledStep:
         self._tell_what_runs_no_more(result)
         if self._call.captured:
             self._look_at_what_was_captured(graphs)
+        if left := self._captures.leave_what_varies(self._plans.graphs):
+            self._leave(left)
         if not again:
             self._plan_as_one(result, symbolic)
         if self._call.captured:
@@ -331,7 +334,10 @@ class ScheduledStep:
         if not left:
             self._reasons.give_up(f"it {again}; pass such a value as a tensor, or read it outside")
             return
-        # The memory of these functions is measured beside the remaining graphs from now on.
+        self._leave(left)
+
+    def _leave(self, left: set[Graph]) -> None:
+        """After a call: these graphs run in eager mode from now on, and their memory is measured beside the remaining ones."""
         self._plans.graphs = [graph for graph in self._plans.graphs if not graph.left]
         self._paths.leave(left)
         self._measuring.left_anew()

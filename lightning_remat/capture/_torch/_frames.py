@@ -42,6 +42,7 @@ def compile_frame(
     again: Callable[[], bool] = bool,
     symbolic: bool = False,
     uncaptured: Uncaptured | None = None,
+    passed: Container[types.CodeType] = (),
 ) -> Callable[..., Any]:
     """``function`` captured by Dynamo: for each set of shapes, or with symbols for the sizes that vary (see `varying`).
 
@@ -55,11 +56,12 @@ def compile_frame(
         again: asked when a frame could not be captured: whether it is to be tried again the next time.
         symbolic: whether sizes may be symbols.
         uncaptured: notes what could not be captured.
+        passed: code of frames that are not captured any more, though what they call is.
     """
     context: Any = torch._dynamo.optimize(backend=backend, dynamic=None if symbolic else False)
     if not hasattr(context, "callback"):  # turned off
         return function
-    capture = _Capture(context.callback, around, left, through, again, uncaptured or Uncaptured())
+    capture = _Capture(context.callback, around, left, through, again, uncaptured or Uncaptured(), passed)
     # Dynamo counts one reference too many to what it calls for each error that is raised there.
     context.callback = weakref.proxy(capture)
     compiled: Callable[..., Any] = context(function)
@@ -133,20 +135,23 @@ class _Capture:
         through: Container[types.CodeType],
         again: Callable[[], bool],
         uncaptured: Uncaptured,
+        passed: Container[types.CodeType],
     ) -> None:
         self._torchdynamo_orig_backend = (
             capture  # Dynamo's own wrappers have this name for it: it tells captured code apart by what it finds there
         )
         self._around = around
         self._left, self._through, self._again, self._uncaptured = left, through, again, uncaptured
+        self._passed = passed
 
     def __call__(self, frame: Any, *args: Any) -> Any:
         own: Any = dynamo_types
         left = frame.f_code in self._left or frame.f_code.co_filename == _OF_OPTIMIZERS
-        if left or frame.f_code in self._through:
+        passed = frame.f_code in self._passed
+        if left or passed or frame.f_code in self._through:
             called = own.FrameAction.SKIP if left else own.FrameAction.DEFAULT
             skip = own.FrameExecStrategy(own.FrameAction.SKIP, called)
-            return own.ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=not left)
+            return own.ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=not left and not passed)
         with compile_lock, self._around(frame.f_code):
             found = self._torchdynamo_orig_backend(frame, *args)
         if found.guarded_code is not None:

@@ -72,7 +72,8 @@ NAMES = {
     "ParamAOTInput PlainAOTInput PlainAOTOutput SubclassGetAttrAOTInput SubclassGetAttrAOTOutput",
     "torch._functorch._aot_autograd.graph_compile": "tensorify_python_scalars",
     "torch._functorch._aot_autograd.runtime_wrappers": "_FirstInvocationContext.__init__",
-    "torch._functorch._aot_autograd.schemas": "MemoryFormatMeta OutputType PlainTensorMeta",
+    "torch._functorch._aot_autograd.schemas": "MemoryFormatMeta PlainTensorMeta "
+    "OutputType.alias_of_intermediate_base_is_user_output",
     "torch._functorch.aot_autograd": "run_functionalized_fw_and_collect_metadata",
     "torch._functorch.config": "donated_buffer patch",
     "torch._guards": "Guard GuardsSet.add Source TracingContext.get tracing",
