@@ -8,7 +8,7 @@ OFTEN = 24
 """Calls in which a function was captured, at least, before it is said to be captured in nearly every one."""
 
 NEARLY_EVERY = 7 / 8
-"""Share of the calls since its first capture. (Of batches of fifty lengths that come at random, 24 captures take some 33.)"""
+"""Share of the calls since its first capture. (Of batches of fifty lengths that come at random, 24 captures take some 32.)"""
 
 
 class Recaptured:

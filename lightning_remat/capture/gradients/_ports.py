@@ -28,11 +28,12 @@ def detach_views_without_gradients(module: torch.fx.GraphModule) -> None:
     Such a view says that it needs gradients, and has no part in any: code after the graph that computes with it passes none
     on. AOTAutograd makes it anew of its base outside of the graph, where gradients are on.
     """
-    inputs = {id(node.meta.get("example_value")) for node in module.graph.find_nodes(op="placeholder")}
+    given = ("placeholder", "get_attr")
+    inputs = {id(node.meta.get("example_value")) for node in module.graph.nodes if node.op in given}
     made: dict[Node, Node] = {}
     for node in module.graph.output_node().all_input_nodes:
         value = node.meta.get("example_value")
-        if node.op in ("placeholder", "get_attr") or not isinstance(value, torch.Tensor) or not value.requires_grad:
+        if node.op in given or not isinstance(value, torch.Tensor) or not value.requires_grad:
             continue
         if value._is_view() and (first := _first_view(value)) is not None and id(first) not in inputs:
             with module.graph.inserting_before(module.graph.output_node()):
