@@ -66,10 +66,8 @@ def seeded(wide: int) -> Detector:
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*since sizes in it change with each")
 def test_what_saves_little_is_left_and_the_rest_stays_planned() -> None:
-    module, calls = (
-        seeded(wide=4),
-        2 * OFTEN + 1,
-    )  # first the function that goes on after the break, then what that calls
+    calls = 2 * OFTEN + 1  # first the function that goes on after the break is left, then what that calls
+    module = seeded(wide=4)
     step = rematerialize(module, 0.5, cost_model="unit", solver="greedy")
     ours = trained(step, module, calls)
     again = seeded(wide=4)

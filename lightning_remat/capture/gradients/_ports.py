@@ -5,6 +5,8 @@ view that a captured graph returns anew from its base, outside of the graph: the
 graph would reach the base on its own, and not be added first to those of the uses inside of the graph. So the graph
 gets one more output for each such view, a *port*, which has the same values and no memory of its own. Nobody reads it;
 in the backward the gradient of the view is taken away there, and handed to the graph as the port's.
+
+A view that was made where gradients are off has none to be added: it leaves the graph detached.
 """
 
 from __future__ import annotations
