@@ -27,7 +27,8 @@ DEMO ?= examples/byte_gpt/train.py
 ARGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+# Files are compiled when they are first imported, most of them never: to compile all takes longer than to download them.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile --quiet
 
 .PHONY: demo check test quick ci docs dist benchmark papers format install clean FORCE
 

@@ -15,7 +15,7 @@ import torch
 
 from lightning_remat.capture._torch import _module_guards
 from lightning_remat.cost import _profile, _timing
-from lightning_remat.planner import _plan_cache
+from lightning_remat.planner import _curves, _plan_cache
 from lightning_remat.solvers.common import _clock
 from lightning_remat.solvers.portfolio import _auto, _smallest_peak
 from tests.helpers.garbage import set_aside
@@ -111,6 +111,7 @@ def _searches_are_short(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     if request.module.__name__.rpartition(".")[2] not in SEARCHING:
         monkeypatch.setattr(_auto, "usual_seconds", lambda problem: 0.03 + len(problem) / 10_000)
         monkeypatch.setattr(_smallest_peak, "improving_seconds", lambda problem: 0.01 + len(problem) / 10_000)
+        monkeypatch.setattr(_curves, "POINTS", 5)
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,9 @@ CostModel: TypeAlias = Callable[[Sequence[OpCall | None], torch.device], list[Op
 """From the calls of a step, ``None`` for what costs nothing, and the device it runs on, to one cost a call."""
 
 
-def cost_model(name: str, *, cache: CostCache | None = None, progress: Progress | None = None) -> CostModel:
+def cost_model(
+    name: str, *, cache: CostCache | None = None, progress: Progress | None = None, quick: bool = False
+) -> CostModel:
     """The cost model of this name.
 
     Args:
@@ -30,6 +32,7 @@ def cost_model(name: str, *, cache: CostCache | None = None, progress: Progress 
             (FLOPs in place of seconds) or ``"unit"`` (1 an op).
         cache: for ``"profile"``: where measured costs are kept.
         progress: for ``"profile"``: told how many ops are timed, and how many there are to time.
+        quick: for ``"profile"``: see `profile`.
 
     Returns:
         The model: given the calls of a step and a device, it returns one `OpCost` a call.
@@ -47,7 +50,7 @@ def cost_model(name: str, *, cache: CostCache | None = None, progress: Progress 
         spec = device_spec(device_name)
         return lambda calls, _device: roofline(calls, spec)
     models: dict[str, CostModel] = {
-        "profile": lambda calls, device: profile(calls, device, cache=cache, progress=progress),
+        "profile": lambda calls, device: profile(calls, device, cache=cache, progress=progress, quick=quick),
         "roofline": lambda calls, device: roofline(calls, device_spec(device)),
         "flops": lambda calls, _device: flops(calls),
         "unit": lambda calls, _device: unit(calls),

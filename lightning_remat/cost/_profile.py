@@ -32,6 +32,7 @@ def profile(
     *,
     cache: CostCache | None = None,
     progress: Progress | None = None,
+    quick: bool = False,
 ) -> list[OpCost]:
     """Time and workspace of every call, measured on ``device``.
 
@@ -52,6 +53,7 @@ def profile(
             CUDA device that it has one on, else on the CPU.
         cache: costs measured before, read first and added to; ``None`` measures everything.
         progress: told after each timed op how many are timed, and how many there are to time.
+        quick: whether ops are timed in one pass on the CPU, not in three: what else runs there may then seem to be theirs.
 
     Returns:
         One `OpCost` a call, in seconds and bytes.
@@ -71,7 +73,7 @@ def profile(
     missing = {key: call for key, call in distinct.items() if key not in costs}
     if missing:
         with _undisturbed(device, {where for call in missing.values() for where in _devices(call)}):
-            measured, estimated = _measure(missing, device, progress)
+            measured, estimated = _measure(missing, device, progress, 1 if quick or device.type == "cuda" else PASSES)
         costs.update(measured)
         costs.update(estimated)
         if cache is not None:
@@ -80,13 +82,12 @@ def profile(
 
 
 def _measure(
-    calls: dict[str, OpCall], device: torch.device, progress: Progress | None
+    calls: dict[str, OpCall], device: torch.device, progress: Progress | None, passes: int
 ) -> tuple[dict[str, OpCost], dict[str, OpCost]]:
     """Costs by key: those that were measured, and those that had to be estimated."""
     failures = _Failures(device)
     seconds: dict[str, float] = {}
     memory: dict[str, Memory] = {}
-    passes = 1 if device.type == "cuda" else PASSES
     every = [(key, call) for _ in range(passes) for key, call in calls.items()]
     for done, (key, call) in enumerate(every, start=1):
         if key not in failures:

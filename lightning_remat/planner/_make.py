@@ -32,6 +32,9 @@ Progress = Callable[[str], None]
 FIRST_SECONDS = 2.0
 """Time limit of the first plan, where a cheaper one is searched for in the background."""
 
+SECONDS_A_SIZE = 3.0
+"""Time limit of a plan for one of many sizes, as long as a plan is found in it."""
+
 SMALLEST_SHARE = 0.5
 """With the budget ``"min"``: share of the time limit for the smallest peak; the rest is for a cheaper schedule."""
 

@@ -30,6 +30,9 @@ FORMAT_VERSION = 1
 FOR_ONCE = "the smallest, until the call as a whole is known"
 """Note in the plan of one part of a call for which alone no schedule within the budget was found, or looked for."""
 
+FOR_NOW = "made in a moment, until the call as a whole is known"
+"""Note in the plan of one part of a call for which the first schedule was taken that was found within the budget."""
+
 CURVE_POINTS, CURVE_SECONDS = 12, 10.0
 """How many budgets a plan's trade-off has, and the seconds that it may take."""
 
@@ -118,8 +121,8 @@ class Plan:
 
     @property
     def for_once(self) -> bool:
-        """Whether it was made for one part of a step, as small as can be, before the step as a whole was known."""
-        return FOR_ONCE in self.notes
+        """Whether it was made for one part of a step, in a moment or as small as can be, before the whole step was known."""
+        return FOR_ONCE in self.notes or FOR_NOW in self.notes
 
     @property
     def copies(self) -> int:

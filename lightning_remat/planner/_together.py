@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 from lightning_remat.allocator import Footprint, footprint_together
@@ -30,7 +31,7 @@ from lightning_remat.planner._beside import NOTHING_BESIDE, Beside, floor_bytes,
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._curves import NEEDS, Curves, outside_bytes, plain_schedule
 from lightning_remat.planner._device_memory import DeviceMemory, less
-from lightning_remat.planner._make import Progress, make_plan, resolve_budget
+from lightning_remat.planner._make import SECONDS_A_SIZE, Progress, make_plan, resolve_budget
 from lightning_remat.planner._plan import Plan
 from lightning_remat.planner._plan_cache import PlanCache
 from lightning_remat.planner._surroundings import Surroundings, Weights, replayed_bytes
@@ -123,6 +124,7 @@ def plan_together(
     curves: Curves | None = None,
     memory: DeviceMemory | None = None,
     reserved: bool = False,
+    one_of_many: bool = False,
 ) -> list[Plan]:
     """Plans for the graphs of one step within one budget.
 
@@ -136,6 +138,8 @@ def plan_together(
         curves: schedules of graphs that were planned together earlier, which are used, and added to.
         memory: the CUDA device's memory: what its allocator takes for all graphs is then kept within the budget too.
         reserved: whether the budget is one of reserved bytes, not of allocated ones.
+        one_of_many: whether this is one of many sizes that the step comes with: schedules of other sizes stand in for curves
+            then (but for ``"min"``, which is found out), and solving takes `SECONDS_A_SIZE` in all, at most.
 
     Returns:
         One plan for each part. Each has the budget of the whole step.
@@ -145,7 +149,7 @@ def plan_together(
         BudgetError: for a size over what the device has.
     """
     known = curves or Curves()
-    plans = _planned_together(parts, config, fixed, held_bytes, progress, cache, known)
+    plans = _planned_together(parts, config, fixed, held_bytes, progress, cache, known, one_of_many)
     if memory is None:
         return plans
     budget = plans[0].budget_bytes
@@ -169,7 +173,7 @@ def plan_together(
         within = less(within, floor, max(found.allocated_bytes - budget, int(LESS * (within - floor))))
         smaller = dataclasses.replace(config, budget=within)
         try:
-            plans = _planned_together(parts, smaller, fixed, held_bytes, progress, cache, known)
+            plans = _planned_together(parts, smaller, fixed, held_bytes, progress, cache, known, one_of_many)
         except InfeasibleBudgetError:
             log.warning(
                 "by the allocator's model the graphs of this step do not fit together: memory is fragmented by them"
@@ -187,6 +191,7 @@ def _planned_together(
     progress: Progress | None,
     cache: PlanCache | None,
     curves: Curves,
+    one_of_many: bool,
 ) -> list[Plan]:
     say = progress or (lambda _text: None)
 
@@ -219,7 +224,8 @@ def _planned_together(
     def options() -> list[list[_Option]]:
         say(f"planning {len(parts)} graphs together")
         left = parts[len(known) :], alone[len(known) :]
-        return known + _all_options(*left, curves, CURVES_SHARE * config.time_limit)
+        moved = one_of_many and parse_budget(config.budget).kind is not BudgetKind.MIN
+        return known + _all_options(*left, curves, CURVES_SHARE * config.time_limit, moved=moved)
 
     @functools.cache
     def smallest() -> _Choice:
@@ -259,7 +265,9 @@ def _planned_together(
             alike.setdefault((id(parts[i].captured), plan.schedule), []).append(i)
     # Of the places of one graph for which the same was chosen, the first and the last are solved; the others take that.
     solved = {i: key for key, places in alike.items() for i in (places[0], places[-1])}
-    limit = (1 - CURVES_SHARE) * config.time_limit / max(1, len(solved))
+    limit = min((1 - CURVES_SHARE) * config.time_limit, SECONDS_A_SIZE if one_of_many else math.inf) / max(
+        1, len(solved)
+    )
     solving = dataclasses.replace(config, budget=budget, time_limit=limit, background=False)
     found: dict[tuple[int, Schedule], list[Plan]] = {key: [] for key in alike}
     for number, i in enumerate(sorted(solved), start=1):
@@ -296,7 +304,7 @@ def _planned_together(
 
 
 def _all_options(
-    parts: Sequence[Part], alone: Sequence[ComputationGraph], curves: Curves, time_limit: float
+    parts: Sequence[Part], alone: Sequence[ComputationGraph], curves: Curves, time_limit: float, *, moved: bool
 ) -> list[list[_Option]]:
     """The options of each graph; those of one that runs several times are made once."""
     each = time_limit / len(NEEDS) / max(1, len({id(part.captured) for part in parts}))
@@ -305,7 +313,7 @@ def _all_options(
     found: list[list[_Option]] = []
     for part, graph in zip(parts, alone, strict=True):
         if id(part.captured) not in schedules:
-            schedules[id(part.captured)] = curves.schedules(graph, each)
+            schedules[id(part.captured)] = curves.schedules(graph, each, moved=moved)
         key = id(part.captured), graph.forward_resident_bytes, outside_bytes(graph)
         if key not in known:
             known[key] = graph.resident_bytes, [_option(graph, schedule) for schedule in schedules[id(part.captured)]]

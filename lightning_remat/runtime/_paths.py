@@ -6,6 +6,7 @@ with the same graphs run the same plans for these.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 
@@ -69,6 +70,7 @@ class Paths:
             paths = self._planned.get(shapes) or 0
             if paths < MOST_PATHS:
                 self.plan_anew(shapes, path)
+                self._plans.in_parts[shapes] = None
             elif paths == MOST_PATHS:
                 log.warning(
                     "%s is captured as more than %d different sequences of graphs: the others are not planned as a whole, "
@@ -167,12 +169,15 @@ class Paths:
         parts = [
             Part(captured[graph], graph.weights, graph.around, one) for graph, one in zip(path, beside, strict=True)
         ]
+        together = functools.partial(
+            self._plans.together, parts, memory=path[0].memory, one_of_many=self._plans.are_many(shapes)
+        )
         try:
-            plans = self._plans.together(parts, fixed, path[0].memory)
+            plans = together(fixed=fixed)
         except InfeasibleBudgetError:
             if not fixed:
                 raise
-            plans, fixed = self._plans.together(parts, [], path[0].memory), []
+            plans, fixed = together(fixed=[]), []
             # Other paths that begin alike were planned for plans of the first graphs that do not run any more.
             self._numbers = {
                 key: number for key, number in self._numbers.items() if not _begin_alike(key, shapes, path)

@@ -18,10 +18,11 @@ from lightning_remat.budget import BudgetKind, parse_budget
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.capture._measured_layouts import learn
 from lightning_remat.cost import CostCache, OpCost, cost_model
-from lightning_remat.errors import CaptureError, ScheduleError
+from lightning_remat.errors import CaptureError, InfeasibleBudgetError, ScheduleError
 from lightning_remat.graph import ComputationGraph, Host
+from lightning_remat.planner._alike import Alike
 from lightning_remat.planner._config import RematConfig
-from lightning_remat.planner._curves import Curves
+from lightning_remat.planner._curves import MOST_ALIKE, Curves
 from lightning_remat.planner._device_memory import DeviceAllocator, DeviceMemory, allocated_bytes, workspace_bytes
 from lightning_remat.planner._host import found_host, why_not, with_host
 from lightning_remat.planner._make import (
@@ -33,7 +34,7 @@ from lightning_remat.planner._make import (
     resolve_budget,
     unplanned,
 )
-from lightning_remat.planner._plan import Plan, with_beside
+from lightning_remat.planner._plan import FOR_ONCE, Plan, with_beside
 from lightning_remat.planner._plan_cache import PlanCache, fingerprint
 from lightning_remat.planner._surroundings import Surroundings, Weights, replay_bytes
 from lightning_remat.planner._tiling import beside_untiled
@@ -42,7 +43,7 @@ from lightning_remat.planner._whole import with_whole
 from lightning_remat.runtime._agreement import Agreement
 from lightning_remat.runtime._reasons import Reasons
 from lightning_remat.schedule import Schedule
-from lightning_remat.solvers import Problem
+from lightning_remat.solvers import Problem, moved
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +94,8 @@ class Planning:
         self._reasons, self._reserved, self._at_hand = reasons, reserved, at_hand
         self._costs = CostCache()
         self._curves = Curves()
+        self._alike = alike = Alike(MOST_ALIKE)  # what the graphs of calls run by that were planned together
+        self._of_other_sizes = AtHand(lambda graph, most: moved(alike.of(graph), graph, most), suffices=True)
         self._hosts: dict[torch.device, Host | None] = {}
         self._stays: set[str] = set()  # why tensors stay on the device, as it was told
         # by device, allocated bytes that nothing known accounts for, and those that were named and are not there yet
@@ -116,7 +119,7 @@ class Planning:
     def _holds(self, plan: Plan) -> bool:
         """Whether a plan that was made within another budget is one for the present budget too."""
         budget = parse_budget(self.config.budget)
-        if budget.kind is not BudgetKind.SIZE or plan.for_once or plan.solver == UNPLANNED:
+        if budget.kind is not BudgetKind.SIZE or FOR_ONCE in plan.notes or plan.solver == UNPLANNED:
             return True
         return plan.predicted_peak_bytes <= int(budget.value or 0)
 
@@ -173,12 +176,15 @@ class Planning:
         around = dataclasses.replace(around, resident_bytes=around.resident_bytes + unnamed)
         return around, self.allocator.memory(device, later_bytes=around.later_bytes + not_yet, begins=begins)
 
-    def measured(self, captured: CapturedGraph, *, traced: bool = False) -> tuple[CapturedGraph, float]:
+    def measured(
+        self, captured: CapturedGraph, *, traced: bool = False, one_of_many: bool = False
+    ) -> tuple[CapturedGraph, float]:
         """The graph with the costs of its ops, and the seconds that it took to measure them.
 
         Args:
             captured: the graph.
             traced: whether it was just traced, and can be once more.
+            one_of_many: whether it comes with many sizes, of which each is measured quickly.
 
         Raises:
             OtherLayouts: where results lie otherwise than it was traced with, and that was not known.
@@ -191,6 +197,7 @@ class Planning:
             self.config.cost_model,
             cache=self._costs,
             progress=functools.partial(self._measuring, started),
+            quick=one_of_many,
         )
         costs = self._agreed(
             lambda: f"costs {fingerprint(captured.graph, *_calls(captured.graph))}",
@@ -265,6 +272,7 @@ class Planning:
         budget_bytes: int | None = None,
         below_seconds: float = math.inf,
         least: bool = False,
+        moved: bool = False,
     ) -> tuple[ComputationGraph, Plan]:
         """A graph with the memory that is held beside it, and its plan.
 
@@ -282,6 +290,7 @@ class Planning:
             budget_bytes: the budget, where it is another than the configured one.
             below_seconds: a plan is of no use unless its step takes less.
             least: whether the plan is to keep as little as can be (see `keeping_least`), whatever the budget.
+            moved: whether a schedule of a graph with the same ops at other sizes will do, if one fits.
 
         Raises:
             InfeasibleBudgetError: when no schedule was found for a graph that is the whole function and the call's
@@ -308,7 +317,7 @@ class Planning:
             "cache": self.cache,
             "memory": memory,
             "reserved": self._reserved,
-            "at_hand": self._at_hand,
+            "at_hand": self._of_other_sizes if moved and self._at_hand is None else self._at_hand,
             "below_seconds": below_seconds,
         }
 
@@ -322,7 +331,7 @@ class Planning:
                 return unplanned(graph, config, str(error), held_bytes=record["held_bytes"])
 
         plan = self._agreed(
-            lambda: f"plan {fingerprint(graph, config.budget, config.time_limit, below_seconds, least)}",
+            lambda: f"plan {fingerprint(graph, config.budget, config.time_limit, below_seconds, least, moved)}",
             make,
             Plan.to_dict,
             lambda data: Plan.from_dict(data, ComputationGraph.from_dict(data["graph"])),
@@ -333,15 +342,21 @@ class Planning:
             self.refused(plan.graph, plan.notes[0], "it runs without rematerialization")
         return graph, plan
 
-    def together(self, parts: Sequence[Part], fixed: Sequence[Schedule], memory: DeviceMemory | None) -> list[Plan]:
-        """Plans for the graphs of a call together; the first graphs keep the schedules in ``fixed``."""
+    def together(
+        self, parts: Sequence[Part], fixed: Sequence[Schedule], memory: DeviceMemory | None, *, one_of_many: bool
+    ) -> list[Plan]:
+        """Plans for the graphs of a call together; the first graphs keep the schedules in ``fixed``.
+
+        ``one_of_many``: whether the step comes with many sets of shapes, of which each is planned quickly.
+        """
         alone = len(parts) == 1 and not fixed
         around = self.offloading(parts[0].graph, parts[0].captured, whole=alone, sharded=parts[0].around.sharded)
         if around.host is not None:
             parts = [dataclasses.replace(parts[0], host=around.host)]
 
         def make() -> list[Plan]:
-            return plan_together(
+            made = functools.partial(
+                plan_together,
                 parts,
                 self.config,
                 fixed=fixed,
@@ -352,8 +367,12 @@ class Planning:
                 memory=memory,
                 reserved=self._reserved,
             )
+            if one_of_many:
+                with contextlib.suppress(InfeasibleBudgetError):
+                    return made(one_of_many=True)
+            return made()
 
-        facts = [self.config.budget, [schedule.to_dict() for schedule in fixed]]
+        facts = [self.config.budget, [schedule.to_dict() for schedule in fixed], one_of_many]
 
         def question() -> str:
             beside = ((dataclasses.astuple(part.around), dataclasses.astuple(part.beside)) for part in parts)
@@ -367,6 +386,8 @@ class Planning:
             lambda plans: [plan.to_dict() for plan in plans],
             lambda found: [Plan.from_dict(data, ComputationGraph.from_dict(data["graph"])) for data in found],
         )
+        for plan in plans:
+            self._alike.add(plan.graph, [plan.schedule])
         return with_whole(plans)
 
     def again(self, graph: ComputationGraph, captured: CapturedGraph, memory: DeviceMemory | None) -> Plan:

@@ -21,7 +21,8 @@ from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._device_memory import DeviceMemory
 from lightning_remat.planner._late import with_late_gradients
-from lightning_remat.planner._plan import Plan
+from lightning_remat.planner._make import SECONDS_A_SIZE
+from lightning_remat.planner._plan import FOR_NOW, FOR_ONCE, Plan
 from lightning_remat.planner._surroundings import Surroundings, Weights, replay_bytes
 from lightning_remat.planner._tiling import cheapest, forms
 from lightning_remat.planner._together import Part
@@ -42,8 +43,11 @@ _Planned = tuple[CapturedGraph, ComputationGraph, Plan]
 EAGER_EXTRA = 1.25
 """Factor by which eager mode may hold more than the captured step without rematerialization (float dropout masks)."""
 
-SECONDS_A_SIZE = 3.0
-"""Time limit of a plan for one of many sizes, as long as a plan is found in it."""
+MANY_SHAPES = 3
+"""Sets of shapes for which the graphs of a call are measured and planned together at leisure; later ones quickly."""
+
+SECONDS_A_PART = 1.0
+"""Time limit of a plan that one of several graphs of a call runs by once, before they are planned together."""
 
 
 class Plans:
@@ -63,6 +67,7 @@ class Plans:
         plain: the sets of shapes at which the function itself runs, since it fits, with the number of their call's
             largest plan.
         seconds: see `ScheduledStep.planning_seconds`.
+        in_parts: the sets of shapes for which the graphs of a call were planned together.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class Plans:
         self.limit: int | None = None
         self.plain: Recent[Shapes, int] = Recent()
         self.seconds = 0.0
+        self.in_parts: Recent[Shapes, None] = Recent()
         self._reasons, self._call, self._on_plan = reasons, call, on_plan
         self._last: Plan | tuple[SizedPlans, SizedPlan] | None = None
 
@@ -158,7 +164,8 @@ class Plans:
     def _first_within(
         self, captured: CapturedGraph, weights: Weights, whole: bool, room_bytes: int, *, staged: bool
     ) -> tuple[CapturedGraph, ComputationGraph, Plan, Surroundings, DeviceMemory | None]:
-        captured, cost_seconds = self.planning.measured(captured, traced=True)
+        one_of_many = self.are_many(self._call.shapes)
+        captured, cost_seconds = self.planning.measured(captured, traced=True, one_of_many=one_of_many)
         if staged and parse_budget(self.planning.config.budget).kind is not BudgetKind.MIN:
             with contextlib.suppress(InfeasibleBudgetError):
                 return self._first(captured, cost_seconds, weights, whole, room_bytes, lambda form: form)
@@ -176,9 +183,11 @@ class Plans:
         """Plan a graph that was measured; ``ordered`` puts the ops of its other forms in order."""
         begins = not (any(self.runs) or self.plain or self._call.ran)
         around, memory = self.planning.on_device(captured, alone=not self._call.ran, begins=begins)
+        part = bool(self._call.ran) or (len(self.in_parts) > 0 and not whole)
 
         def planned(form: CapturedGraph, seconds: float, **others: Any) -> _Planned:
-            problem, plan = self.made(
+            make = functools.partial(
+                self.made,
                 form,
                 weights,
                 around,
@@ -189,6 +198,7 @@ class Plans:
                 least=around.sharded,  # units that are alike run by one plan until all are planned together
                 **others,
             )
+            problem, plan = self._for_now(make) if part and not around.sharded else make()
             return form, problem, plan
 
         def made(form: CapturedGraph, below_seconds: float = math.inf, budget_bytes: int | None = None) -> _Planned:
@@ -217,6 +227,17 @@ class Plans:
         self.planning.allocator.arrange(plan.footprint, captured.device)
         return captured, problem, plan, around, memory
 
+    def _for_now(self, make: Callable[..., tuple[ComputationGraph, Plan]]) -> tuple[ComputationGraph, Plan]:
+        """A graph and its plan for the present call, after which it is planned together with the other graphs."""
+        if self.planning.config.time_limit <= SECONDS_A_PART:
+            return make()
+        problem, plan = make(most_seconds=SECONDS_A_PART, moved=True)
+        if FOR_ONCE in plan.notes:  # it is over the budget; in more time one may be found that is not
+            return make()
+        if plan.rematerializes and not any(plan is known for known in self.all):
+            plan = dataclasses.replace(plan, notes=(*plan.notes, FOR_NOW))
+        return problem, plan
+
     def _alone(self, captured: CapturedGraph, whole: bool) -> bool:
         """Whether a graph is the whole of a call, and its sizes do not vary: then it may be planned in other forms.
 
@@ -236,9 +257,16 @@ class Plans:
         earlier = [(self.all[number], graph.weights) for graph, number in self._call.ran]
         return self.planning.made(captured, weights, around, memory, known=self.all, earlier=earlier, **others)
 
-    def together(self, parts: Sequence[Part], fixed: Sequence[int], memory: DeviceMemory | None) -> list[Plan]:
+    def are_many(self, shapes: Shapes) -> bool:
+        """Whether the graphs of calls were planned together for many other sets of shapes than these."""
+        return sum(known != shapes for known in self.in_parts) >= MANY_SHAPES
+
+    def together(
+        self, parts: Sequence[Part], fixed: Sequence[int], memory: DeviceMemory | None, *, one_of_many: bool
+    ) -> list[Plan]:
         """Plans for the graphs of a call together; the first graphs keep their plans, by their numbers in ``fixed``."""
-        return self.planning.together(parts, [self.all[number].schedule for number in fixed], memory)
+        schedules = [self.all[number].schedule for number in fixed]
+        return self.planning.together(parts, schedules, memory, one_of_many=one_of_many)
 
     def again(self, graph: Graph, *, part: bool = False) -> None:
         """Plan a graph again if its plan is over the lowered budget, or has no room for copies of changing buffers.
@@ -323,7 +351,7 @@ class Plans:
 
         def measure(captured: CapturedGraph) -> CapturedGraph:
             with internals.real_tensors():
-                return self.planning.measured(captured)[0]
+                return self.planning.measured(captured, one_of_many=True)[0]
 
         return SizedPlans(
             captured,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from lightning_remat.capture import TensorSpec
-from lightning_remat.cost import CostCache, OpCost, profile, roofline
+from lightning_remat.cost import CostCache, OpCost, _profile, _timing, profile, roofline
 from lightning_remat.cost._timing import NEIGHBOURS_BYTES
 from lightning_remat.errors import ConfigError
 from tests.helpers.op_calls import call, convolution, mm, spec
@@ -43,6 +44,37 @@ def test_each_distinct_call_is_measured_once(monkeypatch: pytest.MonkeyPatch) ->
     assert costs[0] == costs[2] == costs[5]
     assert costs[1] == costs[3]
     assert told == [(1, 2), (2, 2)]
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_quick_is_one_pass(quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = [call(torch.ops.aten.tanh.default, spec(n), outputs=[spec(n)]) for n in (16, 32)]
+    timed: list[float] = []
+
+    def seconds_of(run: Callable[[], object], device: torch.device) -> float:
+        timed.append(_timing.seconds_of(run, device))
+        return timed[-1]
+
+    monkeypatch.setattr(_profile, "seconds_of", seconds_of)
+    costs = profile(calls, torch.device("cpu"), quick=quick)
+    assert len(timed) == len(calls) * (1 if quick else _timing.PASSES)
+    assert [cost.seconds for cost in costs] == [min(timed[n :: len(calls)]) for n in range(len(calls))]
+
+
+@pytest.mark.parametrize(("seconds", "repeats"), [(0.0, 6), (0.01, 1), (0.03, 1)])
+def test_what_takes_long_is_called_once_in_a_pass(
+    seconds: float, repeats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    called: list[None] = []
+    monkeypatch.setattr(_timing.time, "perf_counter", lambda: now[0])
+
+    def run() -> None:
+        called.append(None)
+        now[0] += seconds
+
+    assert _timing.seconds_of(run, torch.device("cpu")) == pytest.approx(seconds)
+    assert len(called) == repeats
 
 
 def test_random_numbers_of_the_user_stay() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,11 @@ import pytest
 import torch
 
 from lightning_remat import InfeasibleBudgetError, rematerialize
+from lightning_remat.graph import ComputationGraph
 from lightning_remat.measure import held_bytes, peak_memory
-from lightning_remat.runtime import _paths
+from lightning_remat.planner import _curves
+from lightning_remat.runtime import _paths, _plans
+from lightning_remat.solvers import Curve, plan_curve
 from tests.helpers.cases import slow_but
 
 
@@ -92,6 +96,48 @@ def test_graphs_share_one_budget(share: float, parts: int, planned: tuple[int, .
     assert measured <= budget
     assert measured <= 1.02 * max(plan.predicted_peak_bytes for plan in together)
     assert measured >= 0.9 * max(plan.predicted_peak_bytes for plan in together)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("budget", slow_but({0.4}, [0.4, "min"]))
+def test_sizes_that_vary(budget: float | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until a call is planned as a whole its graphs run by what is at hand; after some sizes no curve is made any more."""
+    curves: list[int] = []
+
+    def counted(graph: ComputationGraph, *args: Any) -> Curve:
+        curves.append(len(graph.ops))
+        return plan_curve(graph, *args)
+
+    monkeypatch.setattr(_curves, "plan_curve", counted)
+    monkeypatch.setattr(_plans, "MANY_SHAPES", 1)
+    torch.manual_seed(0)
+    original = Broken(width=64, layers=2)
+    results, made, plans = [], [], [0]
+    for module in (copy.deepcopy(original), copy.deepcopy(original)):
+        call = module if not results else rematerialize(module, budget=budget, cost_model="unit", time_limit=2.0)
+        found = []
+        for rows in (512, 768, 640):
+            torch.manual_seed(rows)
+            x = torch.randn(rows, 64)
+            found += train(call, module, x, 3)
+            if results:
+                made.append(len(curves))
+                plans.append(len(call.plans))
+        results.append(found)
+    assert all(map(torch.equal, *results))
+    assert call.failures == ()
+    assert made[0] > 0 and (made[0] == made[-1]) is (budget != "min")  # the smallest peak is found out for each
+    overheads = []
+    for first, after in itertools.pairwise(plans):
+        assert call.runs[first : first + 2] == (1, 1)
+        assert all(plan.for_once for plan in call.plans[first : first + 2] if plan.rematerializes and first)
+        together = call.plans[after - 2 : after]
+        assert not any(plan.for_once for plan in together) and call.runs[after - 1]
+        assert max(plan.predicted_peak_bytes for plan in together) <= together[0].budget_bytes
+        overheads.append(
+            sum(plan.predicted_seconds for plan in together) / sum(plan.baseline_seconds for plan in together)
+        )
+    assert max(overheads) <= 1.1 * overheads[0]
 
 
 @pytest.mark.long

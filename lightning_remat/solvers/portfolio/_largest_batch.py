@@ -18,7 +18,7 @@ from typing import Any
 
 from lightning_remat.errors import GraphError
 from lightning_remat.graph import ComputationGraph, TensorRole
-from lightning_remat.schedule import Compute
+from lightning_remat.schedule import Compute, Schedule
 from lightning_remat.solvers.common import _clock
 from lightning_remat.solvers.common._eviction import lower_peak
 from lightning_remat.solvers.common._problem import NodeSequence, Problem
@@ -54,14 +54,17 @@ class OpSequence:
     @classmethod
     def of_solution(cls, graph: ComputationGraph, solution: Solution) -> OpSequence | None:
         """The sequence of a solution of ``graph``; ``None`` without a schedule."""
-        if solution.schedule is None:
-            return None
+        return cls.of_schedule(graph, solution.schedule) if solution.schedule is not None else None
+
+    @classmethod
+    def of_schedule(cls, graph: ComputationGraph, schedule: Schedule) -> OpSequence:
+        """The sequence of a schedule of ``graph``."""
         runs = [
             (at, step.op)
-            for at, step in enumerate(solution.schedule.steps)
+            for at, step in enumerate(schedule.steps)
             if isinstance(step, Compute) and not graph.is_view[step.op]
         ]
-        boundary = sum(at < solution.schedule.boundary for at, _ in runs)
+        boundary = sum(at < schedule.boundary for at, _ in runs)
         return cls(tuple(graph.ops[op].name for _, op in runs), boundary)
 
     def on(self, problem: Problem) -> NodeSequence | None:
