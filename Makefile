@@ -27,7 +27,9 @@ DEMO ?= examples/byte_gpt/train.py
 ARGS ?=
 
 BIN := $(VENV)/bin
-# Files are compiled when they are first imported, most of them never: to compile all takes longer than to download them.
+# Files are compiled when they are first imported, most of them never: to compile all takes longer than to download them. What is
+# compiled is kept, whatever the shell says: many processes import the same.
+export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile --quiet
 
 .PHONY: demo check test quick ci docs dist benchmark papers format install clean FORCE
