@@ -111,7 +111,6 @@ def _searches_are_short(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     if request.module.__name__.rpartition(".")[2] not in SEARCHING:
         monkeypatch.setattr(_auto, "usual_seconds", lambda problem: 0.03 + len(problem) / 10_000)
         monkeypatch.setattr(_smallest_peak, "improving_seconds", lambda problem: 0.01 + len(problem) / 10_000)
-        monkeypatch.setattr(_smallest_peak, "BLOCKWISE", 0.0)
         monkeypatch.setattr(_curves, "POINTS", 5)
 
 
