@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -172,12 +173,31 @@ def said(module: Part, hidden: torch.Tensor, t: float) -> torch.Tensor:
     return hidden * t
 
 
+def of_functions(_: Part, hidden: torch.Tensor, t: float) -> torch.Tensor:
+    """Functions that symbols do not know, one of another, of integers, and asked about."""
+    share = 2 / (1 + math.exp(-10 * (1 - t))) - 1
+    hidden = hidden * share + math.log(t + 1, 3) * math.pow(0.9, 7 * t) - math.hypot(t, share, 2)
+    count = round((1 - t) * 100)
+    hidden = hidden * (math.log1p(count) - math.erf(t) * math.atan2(t, 3)) + math.expm1(t) / math.gamma(t + 1)
+    return hidden * 2 if math.exp(t) < 1 else hidden / math.degrees(t)
+
+
+def of_numpy(_: Part, hidden: torch.Tensor, t: float) -> torch.Tensor:
+    """What NumPy makes of floats is a ``np.float64``: it is raised to powers, rounded and divided by as NumPy does."""
+    share = 2.0 / (1.0 + np.exp(-10 * (1 - t))) - 1
+    hidden = (
+        hidden * share + 0.5 * (1 + np.cos(np.pi * t)) * np.clip(t * 2 - 1, 0, 0.9) + np.interp(t, [0, 1], [2.0, 3])
+    )
+    hidden = hidden * max(0.1, np.tanh(share)) - abs(np.sin(t)) ** 2.5 / np.sqrt(t) + round(np.exp(t), 2)
+    return hidden * float(np.minimum(1.0, 3 * t)) + int(np.ceil(t * 3)) * np.float64(t) ** share
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_floats_are_rounded_as_python_does(dtype: torch.dtype) -> None:
     assert run_as_eager(in_another_order, dtype).runs == [1, 4]
 
 
-@pytest.mark.parametrize("body", [of_many_ops, said])
+@pytest.mark.parametrize("body", [of_many_ops, said, of_functions, of_numpy])
 def test_floats_in_ops(body: Any) -> None:
     assert run_as_eager(body).runs == [1, 4]
 
@@ -186,6 +206,52 @@ def test_python_may_decide_by_a_float() -> None:
     step = run_as_eager(branching)
     assert len(step.plans) == 2
     assert sorted(step.runs) == [1, 4]
+
+
+def logarithms(_: Part, hidden: torch.Tensor, t: float) -> torch.Tensor:
+    return hidden * math.log(t - 0.9) if math.log(t - 0.9) > -2.5 else hidden
+
+
+def test_a_function_may_raise() -> None:
+    """Guards ask it too; the error is that of the function, and training goes on."""
+    module = Part(logarithms)
+    step = ScheduledStep(module, RematConfig(budget=1.0, solver="greedy", cost_model="unit"))
+    for number in (1.0, 0.99, 0.98, 0.8, 0.97, 0.9, 0.96):
+        module.number = number
+        if number > 0.9:
+            step(torch.randn(8, 16)).backward()
+            continue
+        with pytest.raises(ValueError, match="math domain error"):
+            step(torch.randn(8, 16))
+    assert step.failures == []
+    assert sum(step.runs) == 5
+
+
+class Reversed(torch.autograd.Function):
+    """Gradients are turned around, and scaled by a number that grows with each step."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return -ctx.scale * gradients[0], None
+
+
+class Adversarial(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        scale = 2 / (1 + np.exp(-self.global_step)) - 1
+        self.log("scale", scale)
+        scores = self.net(x)
+        return nn.functional.cross_entropy(scores, y) + Reversed.apply(scores, scale).square().mean()
+
+
+def test_a_gradient_is_reversed() -> None:
+    _, _, remat = compare(Adversarial, train=batches(9), plans=1)  # Lightning's counters vary, as is known
+    assert remat.runs == (9,)
 
 
 def test_floats_that_sizes_come_from_are_constants() -> None:

@@ -93,6 +93,7 @@ if TYPE_CHECKING or not unknown_torch():
     from lightning_remat.capture._torch._lines import hand_out
     from lightning_remat.capture._torch._loggers import logging_calls
     from lightning_remat.capture._torch._module_guards import ModuleGuards
+    from lightning_remat.capture._torch._number_functions import called_with, holds, is_number, varies
     from lightning_remat.capture._torch._numbers import (
         VaryingNumbers,
         build_number,
@@ -203,6 +204,7 @@ __all__ = [
     "boxed",
     "build_attribute",
     "build_number",
+    "called_with",
     "calls_cudnn",
     "capture_failures",
     "captured_node",
@@ -236,10 +238,12 @@ __all__ = [
     "hand_out",
     "hint",
     "holders",
+    "holds",
     "in_backward",
     "integers",
     "is_code_of",
     "is_distributed",
+    "is_number",
     "is_parameter",
     "is_size",
     "is_size_of_tensor",
@@ -289,6 +293,7 @@ __all__ = [
     "unit_of",
     "unknown_torch",
     "unwritten",
+    "varies",
     "varying",
     "whole_ops",
     "with_fakes",

@@ -27,26 +27,28 @@ import torch
 import torch._dynamo
 import torch.fx
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis, unimplemented
-from torch._dynamo.source import ConstantSource, TensorPropertySource
+from torch._dynamo.source import TensorPropertySource
 from torch._dynamo.symbolic_convert import InstructionTranslator, InstructionTranslatorBase, TensorifyState
 from torch._dynamo.variables import builder
 from torch._dynamo.variables.base import VariableTracker
-from torch._dynamo.variables.builder import TrackedFake, VariableBuilder  # type: ignore[attr-defined]
+from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.misc import StringFormatVariable
 from torch._dynamo.variables.tensor import SymNodeVariable
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch._aot_autograd import graph_compile
 from torch._guards import Source
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.sym_node import SymNode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeGuardPythonPrinter
+from torch.fx.experimental.symbolic_shapes import DimDynamic
 from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 from lightning_remat._replaced import replaced
 from lightning_remat.capture._torch._guards import guard_on, source_name
+from lightning_remat.capture._torch._number_functions import holds, of_math, opaque, written
 from lightning_remat.capture._torch._symbols import expression, free_symbols, symbolic_node
 from lightning_remat.capture._torch._variables import attribute_of, is_size
 
@@ -109,6 +111,11 @@ class VaryingNumbers:
             (torch.SymInt, "__round__", _round),
             (torch.SymFloat, "__pow__", _power),
             (BuiltinVariable, "call_function", functools.partialmethod(_called, BuiltinVariable.call_function)),
+            (
+                TorchInGraphFunctionVariable,
+                "call_function",
+                functools.partialmethod(of_math, TorchInGraphFunctionVariable.call_function),
+            ),
             (SymNodeVariable, "as_tensor", functools.partialmethod(_as_tensor, SymNodeVariable.as_tensor)),
         )
         with replaced(replacements), _rounding_as_python_does(), _formatting_as_python_does():
@@ -182,12 +189,6 @@ _PRODUCTS = (operator.mul, operator.imul)
 
 def _called(variable: Any, own: Callable[..., Any], translator: Any, args: Any, kwargs: Any) -> Any:
     """A function of Python's: where it would make another number of symbols than Python does, the graph is guarded on it."""
-
-    def holds(comparison: Any, one: Any, other: Any) -> bool:
-        found = BuiltinVariable(comparison).call_function(translator, [one, other], {})
-        symbolic = isinstance(found, SymNodeVariable)
-        return bool(found.evaluate_expr(translator.output) if symbolic else found.as_python_constant())  # type: ignore[attr-defined]
-
     given = [one.realize() for one in args] if variable.fn in _COMPARED or variable.fn in _PRODUCTS else []
     known = [one for one in given if type(one) is ConstantVariable and type(one.value) in (int, float)]
     symbols = [one for one in given if isinstance(one, SymNodeVariable)]
@@ -197,10 +198,10 @@ def _called(variable: Any, own: Callable[..., Any], translator: Any, args: Any, 
     if variable.fn in _COMPARED and int in types:  # which is a float then, whichever it is
         best = given[0]
         for one in given[1:]:
-            best = one if holds(_COMPARED[variable.fn], one, best) else best
+            best = one if holds(translator, _COMPARED[variable.fn], one, best) else best
         return best
     if variable.fn in _PRODUCTS and any(one.value == 0 for one in known):  # 0.0 then, whatever the sign
-        sign = 1.0 if holds(operator.ge, symbols[0], ConstantVariable.create(0)) else -1.0
+        sign = 1.0 if holds(translator, operator.ge, symbols[0], ConstantVariable.create(0)) else -1.0
         return ConstantVariable.create(known[0].value * sign)
     return own(variable, translator, args, kwargs)
 
@@ -248,21 +249,7 @@ def _rounded(left: Any, own: Callable[[Any, Any], Any], sign: str, right: Any) -
     known_before = found.pytype is float and found.hint is not None and math.isfinite(found.hint)
     if not known_before or expression.is_Symbol or expression.is_number or environment.tracked_fakes is None:
         return found
-    known = vars(environment).setdefault("_lightning_remat_rounded", {})
-    if (sign, left.expr, right.expr) not in known:
-        source = ConstantSource(f"({_words(left)} {sign} {_words(right)})")
-        symbol = environment.create_unspecified_symbol(found.hint, source, DimDynamic.DYNAMIC)
-        number = environment.create_symfloatnode(symbol, hint=found.hint, source=source)
-        environment.tracked_fakes.append(TrackedFake(number, source, None))
-        known[sign, left.expr, right.expr] = symbol, source
-    symbol, source = known[sign, left.expr, right.expr]
-    return environment.create_symfloatnode(symbol, hint=found.hint, source=source).node
-
-
-def _words(number: Any) -> str:
-    """A symbolic number as a Python expression, as guards write it."""
-    sources = number.shape_env.var_to_sources
-    return str(ShapeGuardPythonPrinter(sources, source_name, sources).doprint(number.expr))
+    return symbolic_node(opaque(environment, f"({written(left)} {sign} {written(right)})", found.hint))
 
 
 @contextlib.contextmanager

@@ -27,19 +27,23 @@ from lightning_remat.capture._torch import (
     TorchInGraphFunctionVariable,
     VariableBuilder,
     VariableTracker,
+    called_with,
     compare_handlers,
     guard_on,
+    holds,
+    is_number,
     is_size,
     reconstruct_as,
     reconstruct_copy,
     unimplemented,
+    varies,
 )
 
 _FUNCTIONS = {
     *("all", "allclose", "amax", "amin", "any", "arange", "argmax", "argmin", "argsort", "around", "array"),
     *("array_equal", "asarray", "atleast_1d", "average", "broadcast_to", "ceil", "clip", "concatenate"),
     *("count_nonzero", "cumprod", "cumsum", "diff", "dot", "fix", "flip", "full", "geomspace", "hstack"),
-    *("inner", "isclose", "isscalar", "linspace", "logspace", "max", "mean", "median", "min", "ndim"),
+    *("inner", "interp", "isclose", "isscalar", "linspace", "logspace", "max", "mean", "median", "min", "ndim"),
     *("nonzero", "ones", "outer", "prod", "ravel", "repeat", "reshape", "roll", "round", "searchsorted"),
     *("shape", "size", "sort", "squeeze", "stack", "std", "sum", "tile", "transpose", "unique", "var"),
     *("vstack", "where", "zeros"),
@@ -167,26 +171,66 @@ def _numbers(args: Any) -> list[Any]:
 
 
 _AS_OF_FLOATS = {
+    *(abs, operator.abs),
     operator.neg,
     operator.pos,
     *(getattr(operator, i + name) for name in ("add", "sub", "mul") for i in ("", "i")),
 }
 """Operators for which NumPy gives what Python gives of floats, infinities included."""
 
-_DIVISION = {operator.truediv, operator.itruediv}
-"""Where NumPy divides by zero, Python raises: known for constant divisors other than zero."""
+_BY_NUMPY: dict[Any, str] = {
+    **dict.fromkeys((operator.truediv, operator.itruediv), "operator.truediv"),
+    **dict.fromkeys((operator.pow, operator.ipow, pow), "operator.pow"),
+    round: "builtins.round",
+}
+"""Functions for which NumPy gives something else: where NumPy divides by zero, Python raises."""
 
-_QUESTIONS = {bool, float, *(getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "not_", "truth"))}
+_BEST: dict[Any, Any] = {min: operator.lt, max: operator.gt}
+
+_QUESTIONS = {
+    bool,
+    float,
+    int,
+    *(getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "not_", "truth")),
+}
 
 
 def _of_varying(tx: Any, function: Callable[..., Any], args: Any, own: Callable[..., Any]) -> Any:
     """A call with a `NumpyFloat`, computed as of Python's floats; ``None`` where NumPy may compute otherwise."""
-    known = function in _AS_OF_FLOATS or function in _QUESTIONS or (function in _DIVISION and _is_constant(args[1]))
-    if not known or (function in _DIVISION and not _plain(args[1])):
+    if function in _BY_NUMPY:
+        return _of_numbers(tx, _BY_NUMPY[function], args)
+    if (
+        function in _BEST
+        and len(args) > 1
+        and all(isinstance(one, NumpyFloat) or varies(one) or is_number(one) for one in args)
+    ):
+        best = args[0]
+        for one in args[1:]:
+            best = one if holds(tx, _BEST[function], *_numbers([one, best])) else best
+        return best
+    if function not in _AS_OF_FLOATS and function not in _QUESTIONS:
         return None
     found = own(tx, _numbers(args), {})
     of_numbers = function not in _QUESTIONS and isinstance(found, SymNodeVariable)
     return NumpyFloat(found) if of_numbers else found
+
+
+def _of_numbers(tx: Any, name: str, args: Any) -> Any:
+    """A function of numbers that vary, computed by NumPy when the graph runs; ``None`` where that gives no ``np.float64``."""
+    given = [one.realize() for one in args]
+    if not any(map(_may_vary, given)) or not all(_may_vary(one) or _are_numbers(one) for one in given):
+        return None
+    found = called_with(tx, name, _numbers(given), np.float64)
+    return None if found is None else NumpyFloat(found)
+
+
+def _may_vary(one: Any) -> bool:
+    return isinstance(one, NumpyFloat) or varies(one)
+
+
+def _are_numbers(one: Any) -> bool:
+    """Whether a constant is a number of Python's, or a list of such."""
+    return all(map(is_number, one.items)) if isinstance(one, BaseListVariable) else is_number(one)
 
 
 @contextlib.contextmanager
@@ -196,7 +240,10 @@ def numpy_as_constants() -> Iterator[None]:
     numbers, of_torch = VariableBuilder.wrap_numpy_ndarray, TorchInGraphFunctionVariable.call_function
 
     def of_numpy(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        found = _computed(tx, self.value, args, kwargs) if _depends_on_arguments_alone(self.value) else None
+        known = _depends_on_arguments_alone(self.value)
+        found = _computed(tx, self.value, args, kwargs) if known else None
+        if found is None and known and not kwargs:
+            found = _of_numbers(tx, f"numpy.{self.value.__name__}", args)
         return functions(self, tx, args, kwargs) if found is None else found
 
     def of_python(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
