@@ -99,7 +99,9 @@ class Captures:
         self.early = Early(function, self._found_early)
         self._code: types.CodeType | None = None  # of the frame that is being captured
         left = getattr(function, internals.DISABLED, False)  # by the user
-        for code in () if left else self.early.codes:  # it may have been skipped for another object of this class
+        for code in (
+            () if left else (*self.early.codes, *internals.codes_of_torch())
+        ):  # perhaps skipped for another object
             internals.skip_no_more(code)
         self._function, self._backend = function, backend
         self._call, self._reasons = call, reasons

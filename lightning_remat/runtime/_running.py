@@ -71,6 +71,7 @@ class _Run:
         staged: runs the backward in stages; ``None`` where it runs as a whole.
         measured: the measurement of the call; ``None`` if it is not measured.
         position: position of the graph in the call.
+        leaves: positions of arguments that the step has made leaves of autograd's graph; not looked for after the first run.
     """
 
     number: int
@@ -81,6 +82,13 @@ class _Run:
     staged: StagedBackward | None
     measured: MeasuredStep | None
     position: int
+    leaves: frozenset[int]
+
+
+def _is_made_a_leaf(value: Any) -> bool:
+    """Whether a tensor gets a gradient that ``torch.autograd.grad`` alone may ask for (``z.detach().requires_grad_()``)."""
+    made = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+    return made and value.requires_grad and value.is_leaf
 
 
 class Runner:
@@ -177,7 +185,8 @@ class Runner:
             accumulator.alone = False  # until it is known what the call returns
             call.nodes.update(internals.captured_node(one)[0] for one in outputs)
         first = plans.runs[number] == 1
-        run = _Run(number, first, compare, added, handed_out, staged, measured, position)
+        leaves = frozenset(i for i, value in enumerate(args) if first and _is_made_a_leaf(value))
+        run = _Run(number, first, compare, added, handed_out, staged, measured, position, leaves)
         inputs = args if given is args else (*args, *given)
         internals.on_backward(inputs, outputs, functools.partial(self._backward_begins, run), ports.gradients)
         return outputs[: len(outputs) - len(self._views)]
@@ -242,16 +251,18 @@ class Runner:
         if run.measured is not None:
             run.measured.begins(run.position, "backward")
             graph.exchange.done = functools.partial(run.measured.ends, run.position, "backward")
+        without = {graph.captured.gradient_arguments[i] for i in dropped}
         if graph.accumulator is not None:
-            gradients = graph.captured.gradient_arguments
-            graph.accumulator.begin(run.added, {gradients[i] for i in dropped})
+            graph.accumulator.begin(run.added, without)
         if internals.needs_kept(node):
             reasons.give_up(
                 "two backwards come through one captured graph, each from a part of its outputs (such as one generated batch "
                 "that is judged twice): compute what both need twice, or add the losses, to have the step scheduled"
             )
-        elif unused and run.first and (self._step.several_backwards or (self._step.shared and dropped)):
-            internals.keep_saved(node)
+        elif unused and run.first:
+            asked_for = run.leaves & without  # by a hook of the step's, as in deep equilibrium models
+            if self._step.several_backwards or (self._step.shared and dropped) or asked_for:
+                internals.keep_saved(node)
         run.compare()
         if graph.changes is not None:
             graph.changes.look()

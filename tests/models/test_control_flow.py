@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader
 
 from tests.helpers.training import assert_same, callback, compare, fit
 from tests.models.wild import (
-    OLD,
     STEPS,
     Wild,
     assert_in_parts,
     assert_not_captured,
+    assert_only_a_rest,
     assert_whole,
     assert_whole_in_several_ways,
     model_name,
@@ -155,10 +155,15 @@ def test_in_parts(make: type[Wild]) -> None:
     assert_in_parts(make)
 
 
-NOT_CAPTURED = [
-    (DetectorMatchedByNumpy, "Tensor.numpy"),
-    *([] if FOLLOWS_ERRORS else [(TriesAndExcepts, "TORCH_LOGS" if OLD else "fake tensor call")]),
-]
+A_REST = [] if FOLLOWS_ERRORS else [TriesAndExcepts]  # its network, which the step calls
+
+
+@pytest.mark.parametrize("make", A_REST, ids=model_name)
+def test_only_a_rest_is_captured(make: type[Wild]) -> None:
+    assert_only_a_rest(make)
+
+
+NOT_CAPTURED = [(DetectorMatchedByNumpy, "Tensor.numpy")]
 
 
 @pytest.mark.parametrize(("make", "reason"), NOT_CAPTURED, ids=model_name)

@@ -95,6 +95,49 @@ class RetainedTwice(CriticByHand):
         second.step()
 
 
+class CriticInALoop(CriticByHand):
+    """Several steps of the critic for one of the other, in a loop, which Dynamo leaves alone; both are ``nn.Sequential``."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x, _ = batch
+        first, second = self.optimizers()
+        for _ in range(2):
+            with torch.no_grad():
+                made = self.net(torch.randn_like(x))
+            second.zero_grad()
+            self.manual_backward(self.critic(made).mean() - self.critic(x).mean())
+            second.step()
+        first.zero_grad()
+        self.manual_backward(-self.critic(self.net(torch.randn_like(x))).mean())
+        first.step()
+
+
+class FixedPoint(Wild):
+    """A `deep equilibrium model <https://arxiv.org/abs/1909.01377>`_: a hook differentiates another evaluation of its layer."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        with torch.no_grad():
+            reached = torch.zeros_like(x)
+            for _ in range(4):
+                reached = self.layer(reached, x)
+        reached = self.layer(reached, x)
+        start = reached.detach().requires_grad_()
+        once = self.layer(start, x)
+
+        def solved(gradient: torch.Tensor) -> torch.Tensor:
+            found = gradient
+            for _ in range(4):
+                found = torch.autograd.grad(once, start, found, retain_graph=True)[0] + gradient
+            return found
+
+        reached.register_hook(solved)
+        return nn.functional.cross_entropy(self.head(reached), y)
+
+    def layer(self, reached: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.net(reached) / 4 + x)
+
+
 WHOLE = [GradientPenalty, RetainedTwice]
 
 
@@ -103,7 +146,7 @@ def test_whole(make: type[Wild]) -> None:
     assert_whole(make)
 
 
-IN_PARTS = [CriticByHand]
+IN_PARTS = [CriticByHand, CriticInALoop]
 
 
 @pytest.mark.parametrize("make", IN_PARTS, ids=model_name)
@@ -120,3 +163,12 @@ def test_two_backwards_through_one_graph(make: type[Wild]) -> None:
     assert_same(plain.results, run.results)
     assert len(remat.failures) == 1 and sum(remat.runs) == 2
     assert any(plan.rematerializes for plan in remat.plans)
+
+
+def test_a_hook_that_differentiates() -> None:
+    """Its backward comes through what the loss's has come through: the first step ends, those after it run as before."""
+    plain, remat = fit(FixedPoint, train=FixedPoint.train_loader), tight()
+    with pytest.warns(RematWarning, match="two backwards come through one captured graph"):
+        run = fit(FixedPoint, remat, train=FixedPoint.train_loader)
+    assert_same(plain.results, run.results)
+    assert len(remat.failures) == 1 and sum(remat.runs) >= 1

@@ -66,6 +66,7 @@ if TYPE_CHECKING or not unknown_torch():
     from lightning_remat.capture._torch._frames import (
         Uncaptured,
         capture_failures,
+        codes_of_torch,
         compile_frame,
         ends_function,
         goes_on,
@@ -211,6 +212,7 @@ __all__ = [
     "cast",
     "changed_since",
     "clear_workspaces",
+    "codes_of_torch",
     "collected",
     "compare_handlers",
     "compile_all",

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import types
@@ -24,11 +25,14 @@ import torch
 import torch._dynamo
 import torch.fx
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import eval_frame
+from torch._dynamo import eval_frame, trace_rules
 from torch._dynamo import types as dynamo_types
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.utils import counters as dynamo_counters
+from torch.nn.modules.loss import _Loss
+
+from lightning_remat._replaced import replaced
 
 Around = Callable[[types.CodeType], contextlib.AbstractContextManager[Any]]
 
@@ -61,7 +65,7 @@ def compile_frame(
     context: Any = torch._dynamo.optimize(backend=backend, dynamic=None if symbolic else False)
     if not hasattr(context, "callback"):  # turned off
         return function
-    capture = _Capture(context.callback, around, left, through, again, uncaptured or Uncaptured(), passed)
+    capture = _Capture(function, context.callback, around, left, through, again, uncaptured or Uncaptured(), passed)
     # Dynamo counts one reference too many to what it calls for each error that is raised there.
     context.callback = weakref.proxy(capture)
     compiled: Callable[..., Any] = context(function)
@@ -88,10 +92,12 @@ class Uncaptured:
 
     Attributes:
         captured: code that was captured.
+        left_alone: whether that is (the rest of) the function itself, so that nothing is captured but what it calls.
     """
 
     def __init__(self) -> None:
         self.captured: set[types.CodeType] = set()
+        self.left_alone = False
         self._failures: Counter[types.CodeType] = Counter()
         self._now: set[types.CodeType] = set()
 
@@ -117,11 +123,48 @@ def skip_no_more(code: types.CodeType) -> None:
     """Let Dynamo try once more to capture frames of this code: it skips what it could not capture once, whoever calls it."""
     own: Any = dynamo_types
     frames: Any = eval_frame
-    frames.set_code_exec_strategy(code, own.FrameExecStrategy(own.FrameAction.DEFAULT, own.FrameAction.DEFAULT))
+    for one in (code, *_LEFT_ALONE.pop(code, ())):
+        frames.set_code_exec_strategy(one, own.FrameExecStrategy(own.FrameAction.DEFAULT, own.FrameAction.DEFAULT))
+
+
+_LEFT_ALONE: weakref.WeakKeyDictionary[types.CodeType, weakref.WeakSet[types.CodeType]] = weakref.WeakKeyDictionary()
+"""By the code of a function that is planned: code in which Dynamo went on there, and could not capture it."""
 
 
 _OF_OPTIMIZERS = inspect.getfile(torch.optim.Optimizer)
 """Code around every optimizer's step, which is left alone: some round otherwise where they are compiled."""
+
+
+@contextlib.contextmanager
+def _taken(frame: Any) -> Iterator[None]:
+    """While open, Dynamo takes this frame even where it is of a module of torch's own, which it would only inline."""
+    own = trace_rules.check
+
+    def check(code: Any, *args: Any, **kwargs: Any) -> bool:
+        return code is not frame.f_code and own(code, *args, **kwargs)
+
+    with replaced([(trace_rules, "check", check)] if _is_of_torch(frame) else []):
+        yield
+
+
+def _is_of_torch(frame: Any) -> bool:
+    """Whether a frame is the forward of a module of torch's that computes more than one op: of parts, of steps, or a loss."""
+    if frame.f_code not in codes_of_torch():
+        return False
+    module = frame.f_locals.get("self")
+    if not isinstance(module, torch.nn.Module):
+        return False
+    return next(module.children(), None) is not None or isinstance(module, (torch.nn.RNNBase, _Loss))
+
+
+@functools.cache
+def codes_of_torch() -> frozenset[types.CodeType]:
+    """Code of the forwards of torch's own modules."""
+    kinds = [
+        one for one in vars(torch.nn.modules).values() if isinstance(one, type) and issubclass(one, torch.nn.Module)
+    ]
+    forwards = [inspect.unwrap(kind.forward) for kind in kinds if kind is not torch.nn.Module]
+    return frozenset(forward.__code__ for forward in forwards if isinstance(forward, types.FunctionType))
 
 
 class _Capture:
@@ -129,6 +172,7 @@ class _Capture:
 
     def __init__(
         self,
+        function: Callable[..., Any],
         capture: Any,
         around: Around,
         left: Container[types.CodeType],
@@ -140,7 +184,7 @@ class _Capture:
         self._torchdynamo_orig_backend = (
             capture  # Dynamo's own wrappers have this name for it: it tells captured code apart by what it finds there
         )
-        self._around = around
+        self._function, self._around = function, around
         self._left, self._through, self._again, self._uncaptured = left, through, again, uncaptured
         self._passed = passed
 
@@ -152,8 +196,13 @@ class _Capture:
             called = own.FrameAction.SKIP if left else own.FrameAction.DEFAULT
             skip = own.FrameExecStrategy(own.FrameAction.SKIP, called)
             return own.ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=not left and not passed)
-        with compile_lock, self._around(frame.f_code):
+        taken = _taken(frame) if self._uncaptured.left_alone else contextlib.nullcontext()
+        with compile_lock, self._around(frame.f_code), taken:
             found = self._torchdynamo_orig_backend(frame, *args)
+        code = _code_of(self._function)
+        if code is not None and found.guarded_code is None and _is_part_of(frame.f_code, code):
+            self._uncaptured.left_alone = True
+            _LEFT_ALONE.setdefault(code, weakref.WeakSet()).add(frame.f_code)
         if found.guarded_code is not None:
             self._uncaptured.captured.add(frame.f_code)
         elif self._again() or not self._uncaptured.is_skipped(frame.f_code):
@@ -200,14 +249,27 @@ def ends_function(module: torch.fx.GraphModule, code: types.CodeType | None, fun
 
 def is_code_of(code: types.CodeType, function: Callable[..., Any]) -> bool:
     """Whether a frame of this code is the function, or the one in which Dynamo goes on after a graph break in it."""
-    plain = type(function).forward if isinstance(function, torch.nn.Module) else function
-    own = getattr(getattr(plain, "__func__", plain), "__code__", None)
+    own = _code_of(function)
     return own is not None and (code.co_filename, code.co_firstlineno) == (own.co_filename, own.co_firstlineno)
+
+
+def _is_part_of(code: types.CodeType, own: types.CodeType) -> bool:
+    """Whether a frame of this code is a function of that code, or goes on in one of its name after a graph break."""
+    resumed = code.co_name.startswith(f"{_GOES_ON}{own.co_name}_at_") and code.co_filename == own.co_filename
+    return code is own or resumed
+
+
+def _code_of(function: Callable[..., Any]) -> types.CodeType | None:
+    plain = type(function).forward if isinstance(function, torch.nn.Module) else function
+    return getattr(getattr(plain, "__func__", plain), "__code__", None)
+
+
+_GOES_ON = "torch_dynamo_resume_in_"
 
 
 def goes_on(code: types.CodeType | None) -> bool:
     """Whether a frame is one in which Dynamo goes on after a graph break."""
-    return code is not None and code.co_name.startswith("torch_dynamo_resume_in_")
+    return code is not None and code.co_name.startswith(_GOES_ON)
 
 
 def capture_failures() -> Counter[str]:

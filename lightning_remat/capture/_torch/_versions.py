@@ -47,6 +47,7 @@ NAMES = {
     "InstructionTranslatorBase.dispatch_table InstructionTranslatorBase.jump "
     "InstructionTranslatorBase.maybe_has_backedge TensorifyState.clear "
     "TensorifyState.should_specialize TensorifyState.specialize compare_op_handlers",
+    "torch._dynamo.trace_rules": "check",
     "torch._dynamo.types": "ConvertFrameReturn FrameAction.SKIP FrameExecStrategy",
     "torch._dynamo.utils": "counters get_fake_value get_compilation_metrics guard_failures proxy_args_kwargs warn_once",
     "torch._dynamo.variables.base": "AttributeMutationExisting ValueMutationExisting VariableTracker._nonvar_fields "
@@ -97,6 +98,7 @@ NAMES = {
     "torch.fx.Node": "_rename",
     "torch.fx._lazy_graph_module": "_LazyGraphModule",
     "torch.fx.experimental._config": "patch use_duck_shape",
+    "torch.nn.modules.loss": "_Loss",
     "torch.ops.aten": "_adaptive_avg_pool2d_backward.default _adaptive_avg_pool3d_backward.default _assert_async.msg "
     "_batch_norm_with_update.default _batch_norm_with_update_functional.default _functional_assert_async.msg "
     "_functional_assert_scalar.default _functional_sym_constrain_range.default "
