@@ -111,6 +111,7 @@ class Uncaptured:
         """The call has raised an error, which may be why it could not be captured: what is skipped since is tried again."""
         for code in self._now:
             skip_no_more(code)
+        self.left_alone = False
 
     def returned(self) -> bool:
         """The call is over; returns whether something that was captured before could not be in this one."""
@@ -199,15 +200,16 @@ class _Capture:
         taken = _taken(frame) if self._uncaptured.left_alone else contextlib.nullcontext()
         with compile_lock, self._around(frame.f_code), taken:
             found = self._torchdynamo_orig_backend(frame, *args)
-        code = _code_of(self._function)
-        if code is not None and found.guarded_code is None and _is_part_of(frame.f_code, code):
-            self._uncaptured.left_alone = True
-            _LEFT_ALONE.setdefault(code, weakref.WeakSet()).add(frame.f_code)
         if found.guarded_code is not None:
             self._uncaptured.captured.add(frame.f_code)
-        elif self._again() or not self._uncaptured.is_skipped(frame.f_code):
+            return found
+        if self._again() or not self._uncaptured.is_skipped(frame.f_code):
             skip = own.FrameExecStrategy(own.FrameAction.SKIP, own.FrameAction.DEFAULT)
             return own.ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=False)
+        code = _code_of(self._function)
+        if code is not None and _is_part_of(frame.f_code, code):
+            self._uncaptured.left_alone = True
+            _LEFT_ALONE.setdefault(code, weakref.WeakSet()).add(frame.f_code)
         return found
 
 
