@@ -99,9 +99,8 @@ class Captures:
         self.early = Early(function, self._found_early)
         self._code: types.CodeType | None = None  # of the frame that is being captured
         left = getattr(function, internals.DISABLED, False)  # by the user
-        for code in (
-            () if left else (*self.early.codes, *internals.codes_of_torch())
-        ):  # perhaps skipped for another object
+        codes = () if left else (*self.early.codes, *internals.codes_of_torch())
+        for code in codes:  # it may have been skipped for another object of this class
             internals.skip_no_more(code)
         self._function, self._backend = function, backend
         self._call, self._reasons = call, reasons

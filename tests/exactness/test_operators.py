@@ -33,8 +33,8 @@ MODULES = {module.name: module for module in module_db if torch.float32 in modul
 LEFT_ALONE = {"index_fill", "index_put", "linalg.eig", "narrow"}
 """Operators of which a sample runs as before: its sizes depend on values, or it writes over complex numbers."""
 
-OTHER_BITS = {"ormqr"}
-"""Known: gradients that torch computes on another way while it traces, and that lie otherwise in memory."""
+OTHER_SUMS = {"ormqr"}
+"""Known: torch computes their gradients on another way while it traces, which lie otherwise: sums over them differ."""
 
 
 class _Parameter:
@@ -88,21 +88,28 @@ def trained(module: nn.Module, call: Callable[..., Any]) -> Iterator[torch.Tenso
         yield torch.get_rng_state()
 
 
-def assert_equal_bits(module: nn.Module, *, planned: bool) -> None:
-    """With the smallest budget, within which each step has run (``planned``), or of which a reason is told."""
+def assert_equal_bits(module: nn.Module, *, planned: bool, sums_differ: bool) -> None:
+    """With the smallest budget, within which each step has run (``planned``), or of which a reason is told.
+
+    Where ``sums_differ``, the gradient of the factor of all that is given may differ in its last bits.
+    """
     other = copy.deepcopy(module)
-    steps = STEPS - any(
-        isinstance(one, UninitializedParameter) for one in module.parameters()
-    )  # shapes come in the first
+    lazy = any(isinstance(one, UninitializedParameter) for one in module.parameters())
+    steps = STEPS - lazy  # the first finds the shapes
     expected = list(trained(module, module))
     call = rematerialize(other, "min", time_limit=1.0)
     found = list(trained(other, call))
     assert len(found) == len(expected)
-    assert [n for n, (a, b) in enumerate(zip(found, expected, strict=True)) if not same_bits(a, b)] == []
+    differ = [n for n, (a, b) in enumerate(zip(found, expected, strict=True)) if not same_bits(a, b)]
+    sums = range(1, len(found), len(found) // STEPS) if sums_differ else ()  # a step begins with its loss
+    assert [n for n in differ if n not in sums] == []
+    assert all(torch.allclose(found[n], expected[n], rtol=1e-5, atol=0) for n in differ)
     assert sum(call.runs) >= steps if planned else sum(call.runs) >= steps or call.failures
 
 
-def assert_samples_have_equal_bits(modules: Iterable[Sampled], *, planned: bool = True) -> None:
+def assert_samples_have_equal_bits(
+    modules: Iterable[Sampled], *, planned: bool = True, sums_differ: bool = False
+) -> None:
     """The first and the last of them, if eager mode trains them."""
     every = list(modules)
     ran = 0
@@ -112,7 +119,7 @@ def assert_samples_have_equal_bits(modules: Iterable[Sampled], *, planned: bool 
             next(trained(alone, alone))
         except RuntimeError:
             continue
-        assert_equal_bits(module, planned=planned)
+        assert_equal_bits(module, planned=planned, sums_differ=sums_differ)
         ran += 1
     if not ran:
         pytest.skip(f"eager mode trains none of {len(every)} samples")
@@ -130,12 +137,10 @@ def _warnings_are_no_errors() -> Iterator[None]:
 @pytest.mark.parametrize("name", sorted(OPERATORS))
 def test_operators(name: str) -> None:
     op = OPERATORS[name]
-    if name in OTHER_BITS:
-        pytest.skip("known to have other last bits")
     torch.manual_seed(0)
     samples = op.sample_inputs("cpu", torch.float32, requires_grad=True)
     modules = (Sampled(op.op, (one.input, *one.args), one.kwargs) for one in samples)
-    assert_samples_have_equal_bits(modules, planned=name not in LEFT_ALONE)
+    assert_samples_have_equal_bits(modules, planned=name not in LEFT_ALONE, sums_differ=name in OTHER_SUMS)
 
 
 @pytest.mark.slow

@@ -199,11 +199,7 @@ def _of_varying(tx: Any, function: Callable[..., Any], args: Any, own: Callable[
     """A call with a `NumpyFloat`, computed as of Python's floats; ``None`` where NumPy may compute otherwise."""
     if function in _BY_NUMPY:
         return _of_numbers(tx, _BY_NUMPY[function], args)
-    if (
-        function in _BEST
-        and len(args) > 1
-        and all(isinstance(one, NumpyFloat) or varies(one) or is_number(one) for one in args)
-    ):
+    if function in _BEST and len(args) > 1 and all(_may_vary(one) or is_number(one) for one in args):
         best = args[0]
         for one in args[1:]:
             best = one if holds(tx, _BEST[function], *_numbers([one, best])) else best
