@@ -50,6 +50,9 @@ MANY_CAPTURES = 16
 MOST_CAPTURES = 4
 """Captures for the same shapes, at most, before the step is taken to depend on a value that changes in every call."""
 
+MOST_OF_CALLED = 2
+"""The same once only what the step calls is captured, where that is a single graph: it reads the value then."""
+
 CALLS_OF_ONE = 25
 """Calls after which one of these captures no longer counts: what changes with each epoch may be captured anew each time."""
 
@@ -90,6 +93,7 @@ class Captures:
         dynamic_sources: Callable[[], str],
     ) -> None:
         self._packing = True
+        self._passed_in = 0  # the call after which only what some function calls is captured; 0 before
         self._uncaptured = internals.Uncaptured()
         self._units = internals.UnitCalls(lambda: len(call.ran))
         self._runs: list[Callable[..., Any]] = []  # the graphs that were captured
@@ -216,8 +220,13 @@ class Captures:
 
     @property
     def waits(self) -> bool:
-        """Whether a frame of the last call was left to run as before, so that the next call takes another path."""
-        return self._units.waited
+        """Whether something in the last call is no longer captured, so that the next call takes another path."""
+        return self._units.waited or 0 < self._all_calls == self._passed_in
+
+    @property
+    def passes(self) -> bool:
+        """Whether all that was captured changed with each call, so that only what it calls is captured now."""
+        return self._passed_in > 0
 
     def called(self) -> None:
         """A call is over."""
@@ -232,6 +241,7 @@ class Captures:
         """A call has raised an error."""
         self._uncaptured.raised()
         self._uncaptured.returned()
+        self._uncaptured.left_alone = self.passes
 
     def known_static(self, shapes: Shapes) -> None:
         """Calls of these shapes are captured on their own."""
@@ -328,7 +338,7 @@ class Captures:
         counted, last = self._captures.get(shapes) or (0, 0)
         captures = max(0, counted - (self._all_calls - last) // CALLS_OF_ONE) + 1
         self._captures[shapes] = captures, self._all_calls
-        if captures <= MOST_CAPTURES:
+        if captures <= (MOST_OF_CALLED if self.passes and len(self._call.path) == 1 else MOST_CAPTURES):
             return ""
         condition = internals.recapture_reason(self._call.began)
         words = f"this did not hold at last: {condition}" if condition else "such as a Python number"
@@ -348,7 +358,9 @@ class Captures:
     def leave_what_changes(
         self, shapes: Shapes, graphs: Sequence[Graph], new: Sequence[Graph], again: str
     ) -> set[Graph]:
-        """No longer capture the functions that were captured again in this call, if the step itself is none of them.
+        """No longer capture the functions that were captured again in this call.
+
+        Where they are all that is planned, or the step itself, what they call is captured from now on, in parts.
 
         Args:
             shapes: the `Shapes` of the call.
@@ -357,22 +369,40 @@ class Captures:
             again: says in words that they were captured again and again.
 
         Returns:
-            The graphs that run in eager mode from now on; none, where the rest of the step cannot stay planned.
+            The graphs that do not run any more, or in eager mode; none, where nothing could stay planned.
         """
         codes = {graph.code for graph in new if graph.code is not None}
-        if not codes or self._times_left == MOST_LEFT or any(internals.is_code_of(c, self._function) for c in codes):
-            return set()
-        number = self._calls.get(shapes) or 0
-        left = {graph for graph in graphs if graph.code in codes and not graph.always_called(number)}
-        if any(graph.plainly is None for graph in left) or left.issuperset(self._call.path):
+        if not codes or self._times_left == MOST_LEFT:
             return set()
         self._times_left += 1
-        self._left_codes |= codes
+        self._captures[shapes] = 0, self._all_calls
+        number = self._calls.get(shapes) or 0
+        left = {graph for graph in graphs if graph.code in codes and not graph.always_called(number)}
+        own = {code for code in codes if internals.is_part_of(code, self._function)}
+        if own or left.issuperset(self._call.path):
+            left = set(graphs)
+            code = internals.code_of(self._function)
+            tell = log.info if self.passes else self._reasons.failed
+            tell(
+                f"it {again}; what it calls is planned in parts from now on: to have the whole step planned, pass such a value "
+                "as a tensor, or read it outside"
+            )
+            self._pass(codes if not own or code is None else {code})
+        elif any(graph.plainly is None for graph in left):
+            return set()
+        else:
+            self._left_codes |= codes
+            self._reasons.failed(f"{_names(codes)} {again}; what else the step does stays planned")
         for graph in left:
             graph.left = True
-        self._captures[shapes] = 0, self._all_calls
-        self._reasons.failed(f"{_names(codes)} {again}; what else the step does stays planned")
         return left
+
+    def _pass(self, codes: set[types.CodeType]) -> None:
+        """Capture what these functions call, torch's own modules too, but no longer the functions."""
+        self._passed_codes |= codes
+        self._passed_in = self._all_calls
+        self._uncaptured.capture_what_is_called()
+        self.anew()
 
     def leave_what_varies(self, graphs: Sequence[Graph]) -> set[Graph]:
         """No longer capture the functions that nearly every call captures anew, since sizes in them vary that are no symbols.

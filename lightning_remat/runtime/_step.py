@@ -312,9 +312,11 @@ class ScheduledStep:
 
     def _tell_what_runs_no_more(self, result: Any) -> None:
         """After a call: warn if it ran nothing of what calls of its shapes have run by plans before."""
-        if self._call.ran or not self._planned_calls.get(self._call.shapes):
+        if self._call.ran or not any(tensor.requires_grad for tensor in internals.tensor_leaves(result)):
             return
-        if any(tensor.requires_grad for tensor in internals.tensor_leaves(result)):
+        if self._captures.passes and not self._plans.graphs:
+            self._reasons.give_up("nothing of what it calls could be captured either")
+        elif self._planned_calls.get(self._call.shapes):
             self._reasons.given_up_by_torch()
 
     def _look_at_what_was_captured(self, graphs: int) -> None:

@@ -101,6 +101,12 @@ class Uncaptured:
         self._failures: Counter[types.CodeType] = Counter()
         self._now: set[types.CodeType] = set()
 
+    def capture_what_is_called(self) -> None:
+        """Leave the function itself alone from now on."""
+        self.left_alone = True
+        for code in codes_of_torch():  # which may be skipped where it was met outside of the function
+            skip_no_more(code)
+
     def is_skipped(self, code: types.CodeType) -> bool:
         """Called for a frame that could not be captured: whether its code is skipped from now on, whatever it is given."""
         self._failures[code] += 1
@@ -206,8 +212,8 @@ class _Capture:
         if self._again() or not self._uncaptured.is_skipped(frame.f_code):
             skip = own.FrameExecStrategy(own.FrameAction.SKIP, own.FrameAction.DEFAULT)
             return own.ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=False)
-        code = _code_of(self._function)
-        if code is not None and _is_part_of(frame.f_code, code):
+        code = code_of(self._function)
+        if code is not None and is_part_of(frame.f_code, self._function):
             self._uncaptured.left_alone = True
             _LEFT_ALONE.setdefault(code, weakref.WeakSet()).add(frame.f_code)
         return found
@@ -251,17 +257,21 @@ def ends_function(module: torch.fx.GraphModule, code: types.CodeType | None, fun
 
 def is_code_of(code: types.CodeType, function: Callable[..., Any]) -> bool:
     """Whether a frame of this code is the function, or the one in which Dynamo goes on after a graph break in it."""
-    own = _code_of(function)
+    own = code_of(function)
     return own is not None and (code.co_filename, code.co_firstlineno) == (own.co_filename, own.co_firstlineno)
 
 
-def _is_part_of(code: types.CodeType, own: types.CodeType) -> bool:
-    """Whether a frame of this code is a function of that code, or goes on in one of its name after a graph break."""
+def is_part_of(code: types.CodeType, function: Callable[..., Any]) -> bool:
+    """Whether a frame of this code is the function, or goes on in one of its name after a graph break."""
+    own = code_of(function)
+    if own is None:
+        return False
     resumed = code.co_name.startswith(f"{_GOES_ON}{own.co_name}_at_") and code.co_filename == own.co_filename
     return code is own or resumed
 
 
-def _code_of(function: Callable[..., Any]) -> types.CodeType | None:
+def code_of(function: Callable[..., Any]) -> types.CodeType | None:
+    """The code of a function, or of a module's forward; ``None`` where it has none of Python's."""
     plain = type(function).forward if isinstance(function, torch.nn.Module) else function
     return getattr(getattr(plain, "__func__", plain), "__code__", None)
 

@@ -361,7 +361,9 @@ class Program:
 
     def _require(self, left: Expression, relation: str, right: Expression) -> mip.Constr | None:
         """Add a constraint, unless it holds for constants alone."""
-        difference = mip.LinExpr() + left - right
+        difference = mip.LinExpr()
+        difference.add_term(left)
+        difference.add_term(right, -1.0)
         if not difference.expr:
             holds = {
                 "<=": difference.const <= 1e-9,
@@ -370,9 +372,8 @@ class Program:
             }
             if holds[relation]:
                 return None
-            difference = difference + 0.0 * self.model.vars[0]
-        constraint = {"<=": difference <= 0, ">=": difference >= 0, "==": difference == 0}[relation]
-        return self.model.add_constr(constraint)
+            difference.add_var(self.model.vars[0], 0.0)
+        return self.model.add_constr(difference, relation[0])  # "<", ">" or "="; python-mip's operators copy it
 
     def close(self) -> None:
         """Give the solver back now (see `_mip.Model`)."""

@@ -99,10 +99,10 @@ class Model:
         self.vars.append(mip.Var(self, len(self.vars)))
         return self.vars[-1]
 
-    def add_constr(self, expression: mip.LinExpr) -> mip.Constr:
-        """A new row, of an expression with a relation, as in ``x + y <= 1``."""
+    def add_constr(self, expression: mip.LinExpr, sense: str = "") -> mip.Constr:
+        """A new row, of an expression with a relation, as in ``x + y <= 1``; or of one without, and its relation to 0."""
         terms = expression.expr
-        self.add_row([variable.idx for variable in terms], terms.values(), expression.const, expression.sense)
+        self.add_row([variable.idx for variable in terms], terms.values(), expression.const, sense or expression.sense)
         return mip.Constr(self, self._row_count - 1)
 
     def add_row(self, columns: Iterable[int], factors: Iterable[float], constant: float, sense: str) -> None:

@@ -28,6 +28,7 @@ The recurrence is optimal among its own schedules (one order of the blocks, thos
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Hashable, Iterator, Sequence
 
@@ -46,6 +47,10 @@ from lightning_remat.solvers.hiremate._partition import Block, partition
 
 Costs = npt.NDArray[np.float64]
 Choices = npt.NDArray[np.int32]
+Numbers = npt.NDArray[np.int64]
+
+AT_ONCE = 2**20
+"""Costs that are compared at once, about: they are computed for many pairs of blocks together."""
 
 
 class Table:
@@ -56,6 +61,12 @@ class Table:
         limit_bytes: bytes of the last slot.
         slots: number of slots, unless the sizes have a common divisor that needs fewer.
         gap_bytes: bytes held by the rest of the step between the chain's forward and its backward.
+
+    Attributes:
+        unit: bytes of a slot.
+        slots: number of slots.
+        cost: ``cost[s, t, m]`` are seconds, infinite where nothing fits.
+        choice: ``choice[s, t, m]`` is the option of s, or where to begin without keeping anything; -1 where nothing fits.
     """
 
     def __init__(self, chain: Chain, limit_bytes: int, slots: int, gap_bytes: int = 0) -> None:
@@ -64,54 +75,76 @@ class Table:
         divisor = functools.reduce(math.gcd, sizes, 0) or 1
         self.unit: float = divisor if limit_bytes // divisor <= slots else limit_bytes / slots
         self.slots = int(limit_bytes // self.unit)
-        self.cost: dict[tuple[int, int], Costs] = {}
-        self.choice: dict[tuple[int, int], Choices] = {}
         count = len(chain.links)
+        width = self.slots + 1
+        padded: Costs = np.empty((count, count, 2 * width))  # with what less than nothing costs before each row
+        self.cost: Costs = padded[:, :, width:]
+        self._below_nothing: Costs = padded[:, :, :width]
+        self._shifted = np.lib.stride_tricks.sliding_window_view(padded, width, axis=2)
+        self.choice: Choices = np.empty((count, count, width), dtype=np.int32)
+        if not count:
+            return
+        links, most = chain.links, max(len(link.options) for link in chain.links)
+        self._option_counts = np.array([len(link.options) for link in links])
+        self._crossing: Numbers = np.array(chain.crossing, dtype=np.int64)
+        # By block and option; a block with fewer options than another has some that never end.
+        self._seconds: Costs = np.full((count, most), np.inf)
+        self._saved, self._forward, self._backward = (np.zeros((count, most), dtype=np.int64) for _ in range(3))
+        for s, link in enumerate(links):
+            for number, option in enumerate(link.options):
+                self._seconds[s, number], self._saved[s, number] = option.seconds, option.saved_bytes
+                self._forward[s, number], self._backward[s, number] = option.forward_peak, option.backward_peak
+        # By block s and number of blocks from it on: the forwards that keep nothing.
+        self._bare_seconds: Costs = np.full((count, count + 1), np.inf)
+        self._bare_peaks: Numbers = np.zeros((count, count + 1), dtype=np.int64)
+        for s in range(count):
+            bare = [link.bare for link in links[s:]]
+            peaks = [one.forward_peak + chain.crossing[s][k] for k, one in enumerate(bare, s)]
+            self._bare_seconds[s, : len(bare) + 1] = [0.0, *itertools.accumulate(one.forward_seconds for one in bare)]
+            self._bare_peaks[s, 1 : len(bare) + 1] = list(itertools.accumulate(peaks, max))
         for length in range(count):
-            for first in range(count - length):
-                self._fill(first, first + length)
+            step = max(1, AT_ONCE // ((most + length) * width))
+            for first in range(0, count - length, step):
+                self._fill(np.arange(first, min(first + step, count - length)), length)
 
-    def _fill(self, s: int, t: int) -> None:
-        chain, crossing, last = self.chain, self.chain.crossing, len(self.chain.links) - 1
-        beside = chain.problem.forward_extra_bytes if t == last else chain.incoming[t]
-        cost: Costs = np.full(self.slots + 1, np.inf)
-        choice: Choices = np.full(self.slots + 1, -1, dtype=np.int32)
+    def _fill(self, s: Numbers, length: int) -> None:
+        """The costs from each of the blocks ``s`` to the one that is ``length`` further, which need those of fewer blocks."""
+        chain, t = self.chain, s + length
+        options, last = self._seconds.shape[1], len(chain.links) - 1
+        beside = np.array(chain.incoming)[t]
+        beside[t == last] = chain.problem.forward_extra_bytes
+        price: Costs = np.empty((len(s), options + length, self.slots + 1))
+        needed: Numbers = np.empty((len(s), options + length), dtype=np.int64)
+        own = (beside[:, None] + self._forward[s], np.array(chain.beside)[s, None] + self._backward[s])
+        needed[:, :options] = np.maximum(*own)
+        price[:, :options] = self._seconds[s][:, :, None]
+        if length:
+            kept = self._saved[s] + self._crossing[s, s + 1][:, None]
+            price[:, :options] += self._with_less(s[:, None] + 1, t[:, None], kept)
+            further = np.arange(1, length + 1)
+            middle = s[:, None] + further
+            price[:, options:] = self._with_less(middle, t[:, None], self._crossing[s[:, None], middle])
+            price[:, options:] += self._bare_seconds[s[:, None], further][:, :, None]
+            price[:, options:] += self.cost[s[:, None], middle - 1]
+            needed[:, options:] = beside[:, None] + self._bare_peaks[s[:, None], further]
+        elif t[-1] == last:
+            needed[-1] = np.maximum(needed[-1], self.gap_bytes + self._saved[last])
+        start = np.ceil(needed / self.unit - 1e-9)
+        price[np.arange(self.slots + 1) < start[:, :, None]] = np.inf
+        choice = price.argmin(axis=1)
+        cost = np.take_along_axis(price, choice[:, None], axis=1)[:, 0]
+        unused = (options - self._option_counts[s])[:, None]
+        self._below_nothing[s, t], self.cost[s, t] = np.inf, cost
+        self.choice[s, t] = np.where(np.isinf(cost), -1, np.where(choice < options, choice, choice - unused))
 
-        def offer(number: int, price: Costs, needed_bytes: int) -> None:
-            start = math.ceil(needed_bytes / self.unit - 1e-9)
-            better = price < cost
-            better[: max(start, 0)] = False
-            cost[better] = price[better]
-            choice[better] = number
-
-        link = chain.links[s]
-        for number, option in enumerate(link.options):
-            needed = max(beside + option.forward_peak, chain.beside[s] + option.backward_peak)
-            if s == t == last:
-                needed = max(needed, self.gap_bytes + option.saved_bytes)
-            rest = np.zeros(self.slots + 1)
-            if s < t:
-                rest = self._less(self.cost[s + 1, t], self._kept(s, option))
-            offer(number, option.seconds + rest, needed)
-        seconds, needed = 0.0, 0
-        for middle in range(s + 1, t + 1):
-            bare = chain.links[middle - 1].bare
-            seconds += bare.forward_seconds
-            needed = max(needed, beside + bare.forward_peak + crossing[s][middle - 1])
-            right = self._less(self.cost[middle, t], crossing[s][middle])
-            offer(len(link.options) + middle - s - 1, seconds + right + self.cost[s, middle - 1], needed)
-        self.cost[s, t], self.choice[s, t] = cost, choice
+    def _with_less(self, s: Numbers, t: Numbers, nbytes: Numbers) -> Costs:
+        """Rows C(s, t, ·) shifted: at every m what each costs with its ``nbytes`` less."""
+        fewer = np.minimum(np.rint(nbytes / self.unit), self.slots + 1).astype(np.int64)
+        found: Costs = self._shifted[s, t, self.slots + 1 - fewer]
+        return found
 
     def _kept(self, s: int, option: Option) -> int:
         return option.saved_bytes + self.chain.crossing[s][s + 1]
-
-    def _less(self, cost: Costs, nbytes: int) -> Costs:
-        """A row C(s, t, ·) shifted: at every m what it costs with ``nbytes`` less."""
-        fewer = self._slots_of(nbytes)
-        shifted: Costs = np.full(self.slots + 1, np.inf)
-        if fewer <= self.slots:
-            shifted[fewer:] = cost[: self.slots + 1 - fewer]
-        return shifted
 
     def _slots_of(self, nbytes: int) -> int:
         return round(nbytes / self.unit)
@@ -120,7 +153,7 @@ class Table:
         """Numbers of slots at which the cost of the whole chain falls, the cheapest schedule first."""
         if not self.chain.links:
             return []
-        cost = self.cost[0, len(self.chain.links) - 1]
+        cost = self.cost[0, -1]
         falls = np.flatnonzero(cost < np.concatenate(([np.inf], cost[:-1])))
         return [int(m) for m in reversed(falls)]
 

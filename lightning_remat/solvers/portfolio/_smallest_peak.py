@@ -53,7 +53,12 @@ def find_smallest_sequence(problem: PlainProblem, deadline: float) -> NodeSequen
     handed_out = sum([problem.nbytes[v] for v in problem.forward_outputs])
     least = max(largest_bytes(problem)[0], problem.base_bytes + handed_out + backward)  # no less in these orders
 
+    lowered_from: set[tuple[bool, NodeSequence]] = set()
+
     def lower(one: PlainProblem, start: NodeSequence, until: float) -> None:
+        if (one is problem, start) in lowered_from:
+            return
+        lowered_from.add((one is problem, start))
         lowered = lower_peak(one, start, least, until)
         original = one.original(lowered) if isinstance(one, Reordered) else lowered
         evaluation = problem.evaluate(original)
@@ -80,7 +85,7 @@ def find_smallest_sequence(problem: PlainProblem, deadline: float) -> NodeSequen
         step = sum([problem.seconds[node] for node in required(problem)])
         near = [one for one in found if one[0] <= (1 + NEARLY) * peak]
         limit = min(near, key=lambda one: one[1] + WORTH * (one[0] / peak - 1) * step)[0]
-    fits = [one for held, _, one in found if held <= limit]
+    fits = list(dict.fromkeys(one for held, _, one in found if held <= limit))
     filled = finish(problem, fits, limit, max(deadline, clock() + 0.5))
     assert filled is not None
     return filled

@@ -1,0 +1,73 @@
+"""What differs in each step and must be known while it is traced (a box, a rate): the network is planned without it."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lightning_remat.planner import RematWarning
+from tests.helpers.training import assert_same, fit
+from tests.models.wild import STEPS, Wild, model_name, tight
+
+EPOCHS = 8
+
+
+class Varies(Wild):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.head = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)), nn.Identity()
+
+
+class CutMix(Varies):
+    """Columns of each row come from another one."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        begin, end = sorted(random.sample(range(17), 2))
+        others = torch.randperm(len(x))
+        x = x.clone()
+        x[:, begin:end] = x[others, begin:end]
+        share, scores = 1 - (end - begin) / 16, self.head(self.features(x))
+        loss = share * functional.cross_entropy(scores, y) + (1 - share) * functional.cross_entropy(scores, y[others])
+        self.log("loss", loss, batch_size=1)
+        return loss
+
+
+class CutMixInAFunction(CutMix):
+    """As of steps that share one for training and validation."""
+
+    def step(self, batch: Any) -> torch.Tensor:
+        return CutMix.training_step(self, batch, 0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.step(batch)
+
+
+class SmoothsLess(Varies):
+    """What torch wants to know of a label's smoothing while it traces is another number in each step."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return functional.cross_entropy(self.head(self.features(x)), y, label_smoothing=0.1 / (1 + self.global_step))
+
+
+@pytest.mark.parametrize(
+    "make", [CutMix, pytest.param(CutMixInAFunction, marks=pytest.mark.slow), SmoothsLess], ids=model_name
+)
+def test_the_network_is_planned_in_every_step(make: type[Wild]) -> None:
+    options = {"train": make.train_loader, "max_epochs": EPOCHS}
+    random.seed(3)
+    plain, remat = fit(make, **options), tight()
+    random.seed(3)
+    with pytest.warns(RematWarning, match="what it calls is planned in parts") as told:
+        run = fit(make, remat, **options)
+    assert_same(plain.results, run.results)
+    assert len(remat.failures) == len([one for one in told if one.category is RematWarning]) == 1
+    assert sum(remat.runs) == len(run.recorder.outputs) == EPOCHS * STEPS
+    for plan in remat.plans:
+        assert plan.rematerializes and sum(tensor.role.value == "parameter" for tensor in plan.graph.tensors) == 4
