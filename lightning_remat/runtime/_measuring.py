@@ -101,7 +101,7 @@ class Measuring:
     def begin(self, leaves: Sequence[torch.Tensor]) -> None:
         """A call begins with these tensors; measure it if that is wanted, and possible on its device in this thread."""
         shapes = self._call.shapes
-        if not self._wanted.get(shapes) or self._left_anew:
+        if not self._wanted.get(shapes) or self._left_anew or not self._plans.graphs:
             return
         device = self._plans.graphs[-1].captured.device
         if MeasuredStep.possible(device):
@@ -197,7 +197,7 @@ class Measuring:
     @property
     def _sharded(self) -> bool:
         """Whether parameters are shards: all processes run the same steps at the same time then, and measure the same."""
-        return self._plans.graphs[-1].around.sharded
+        return any(graph.around.sharded for graph in (*self._plans.graphs, *self._call.path))
 
     def _agreed(self, path: Path, mine: _Found | None) -> _Found | None:
         """The most that any of the processes has measured that train together, so that all plan with the same."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from lightning_remat.planner import RematWarning
-from tests.helpers.training import assert_same, fit
+from tests.helpers.training import assert_same, fit, loader
 from tests.models.wild import STEPS, Wild, model_name, tight
 
 EPOCHS = 8
@@ -71,3 +71,19 @@ def test_the_network_is_planned_in_every_step(make: type[Wild]) -> None:
     assert sum(remat.runs) == len(run.recorder.outputs) == EPOCHS * STEPS
     for plan in remat.plans:
         assert plan.rematerializes and sum(tensor.role.value == "parameter" for tensor in plan.graph.tensors) == 4
+
+
+class CutMixOfEachProcess(CutMix):
+    """The processes draw other boxes, and come to leave the step alone in other steps."""
+
+    def on_fit_start(self) -> None:
+        random.seed(self.global_rank)
+
+
+@pytest.mark.slow
+def test_of_two_processes() -> None:
+    options = {"train": lambda: loader(64 * 24, 64), "strategy": "ddp_spawn", "devices": 2}
+    plain = fit(CutMixOfEachProcess, **options)
+    scheduled = fit(CutMixOfEachProcess, tight(), **options)
+    assert_same(plain.module.state_dict(), scheduled.module.state_dict())
+    assert_same(dict(plain.trainer.callback_metrics), dict(scheduled.trainer.callback_metrics))
