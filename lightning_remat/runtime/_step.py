@@ -145,7 +145,9 @@ class ScheduledStep:
         self._plans = Plans(planning, self._reasons, self._call, on_plan)
         asked = int(budget.value or 0) if budget.kind is BudgetKind.SIZE else None
         self._paths = Paths(self._plans, self._call, self._reasons, asked)
-        self._measuring = Measuring(function, self._plans, self._paths, self._call, name, several_backwards)
+        self._measuring = Measuring(
+            function, self._plans, self._paths, self._call, name, several_backwards, self._goes_on
+        )
         self._improving = Improving(self._plans, name)
         self._recordings = Recordings(config.cuda_graphs, name)
         self.taken = Taken()
