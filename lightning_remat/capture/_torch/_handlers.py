@@ -7,7 +7,8 @@ elsewhere, and for assertions.
 ``OptimizerVariable._set_capturable``: Dynamo takes whoever reads an optimizer's ``param_groups`` for its compiled ``step``. It
 reads and guards all that is in them, says that ``capturable`` is set, and on a GPU sets it, in the user's optimizer.
 
-``call_random_fn``: Dynamo makes a tensor of what ``random.uniform`` returns.
+``call_random_fn``: Dynamo makes a tensor of what ``random.uniform`` returns. ``RandomVariable``: a generator's state is a
+constant to it, and since torch 2.14 so is what ``random.sample`` and ``random.shuffle`` draw, from the first step on.
 
 ``WrapperUserFunctionVariable.call_function``: Dynamo traces through ``functools.lru_cache``.
 
@@ -103,6 +104,26 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     yield WrapperUserFunctionVariable, "call_function", drawn_once
     yield user_defined, "call_random_fn", _number_drawn  # of the module `random`
     yield misc, "call_random_fn", _number_drawn  # of an object
+    methods: dict[str, Any] | None = vars(misc.RandomVariable).get("tp_methods")
+    if methods is not None:  # since torch 2.14
+        by_python = {
+            name: type(methods[name])(lambda _variable, translator, *_: _number_drawn(translator, "random"))
+            for name in _OF_STATES
+        }
+        yield misc.RandomVariable, "tp_methods", {**methods, **by_python}
+    else:
+        own_method: Any = misc.RandomVariable.call_method
+
+        def call_method(variable: Any, translator: Any, name: str, *args: Any) -> Any:
+            if name in _OF_STATES:
+                _number_drawn(translator, name)
+            return own_method(variable, translator, name, *args)
+
+        yield misc.RandomVariable, "call_method", call_method
+
+
+_OF_STATES = {"getstate", "sample", "seed", "setstate", "shuffle"}
+"""Methods of ``random.Random`` that Dynamo would call while it traces."""
 
 
 class _Limit(ConstantVariable):

@@ -61,7 +61,7 @@ NAMES = {
     "WrapperUserFunctionVariable.call_function",
     "torch._dynamo.variables.lazy": "LazyVariableTracker.is_realized LazyVariableTracker.peek_value",
     "torch._dynamo.variables.lists": "BaseListVariable TupleVariable",
-    "torch._dynamo.variables.misc": "GetAttrVariable LoggingLoggerVariable call_random_fn "
+    "torch._dynamo.variables.misc": "GetAttrVariable LoggingLoggerVariable RandomVariable.call_method call_random_fn "
     "NumpyVariable.call_function StringFormatVariable.create StringFormatVariable.python_type",
     "torch._dynamo.variables.nn_module": "UnspecializedNNModuleVariable.call_function",
     "torch._dynamo.variables.optimizer": "OptimizerVariable._set_capturable",
