@@ -65,7 +65,6 @@ class Measuring:
         name: name of the step, for the log.
         several_backwards: whether a call may be followed by several backwards: its end is not known then, and nothing
             is measured.
-        goes_on: asked where a size cannot be held: whether training goes on, by the smallest plans from then on.
     """
 
     def __init__(
@@ -76,9 +75,8 @@ class Measuring:
         call: Call,
         name: str,
         several_backwards: bool,
-        goes_on: Callable[[InfeasibleBudgetError], bool],
     ) -> None:
-        self._function, self._goes_on = function, goes_on
+        self._function = function
         self._plans, self._paths, self._call, self._name = plans, paths, call, name
         self._several_backwards = several_backwards
         self._wanted: Recent[Shapes, int] = Recent()  # how many more calls of these shapes are measured
@@ -137,8 +135,7 @@ class Measuring:
         """Before a call: if the last one was measured and held more or less than planned, plan its graphs again.
 
         Raises:
-            InfeasibleBudgetError: when they do not fit the budget with what was measured, if that is a size and training has
-                only begun.
+            InfeasibleBudgetError: when they do not fit the budget with what was measured, if that is a size.
         """
         self.end()
         measured, self._now = self._now, None
@@ -168,11 +165,7 @@ class Measuring:
             self._paths.plan_anew(shapes, path)
         except InfeasibleBudgetError as error:
             if parse_budget(self._plans.planning.config.budget).kind is BudgetKind.SIZE:
-                if not self._goes_on(error):
-                    raise
-                self._paths.plan_anew(shapes, path)
-                self._paths.settle(shapes, path)
-                return
+                raise
             # The measured step did run. With "auto" the device has room for it, though less than the margin is left free; a
             # share is one of less, now that less is known to be held.
             put_back()

@@ -145,9 +145,7 @@ class ScheduledStep:
         self._plans = Plans(planning, self._reasons, self._call, on_plan)
         asked = int(budget.value or 0) if budget.kind is BudgetKind.SIZE else None
         self._paths = Paths(self._plans, self._call, self._reasons, asked)
-        self._measuring = Measuring(
-            function, self._plans, self._paths, self._call, name, several_backwards, self._goes_on
-        )
+        self._measuring = Measuring(function, self._plans, self._paths, self._call, name, several_backwards)
         self._improving = Improving(self._plans, name)
         self._recordings = Recordings(config.cuda_graphs, name)
         self.taken = Taken()
@@ -222,7 +220,7 @@ class ScheduledStep:
             self._plan_arrivals()
         self._call.begin(leaves)
         if not again:
-            self._measuring.plan()
+            self._plan_with_what_was_measured()
         if self._call.shapes in self._plans.plain:
             return self.function(*args, **kwargs)
         started, planning_seconds, graphs = time.monotonic(), self._plans.seconds, len(self._plans.graphs)
@@ -273,6 +271,14 @@ class ScheduledStep:
         return True
 
     # -- before and after a call --------------------------------------------------------------------------------------
+
+    def _plan_with_what_was_measured(self) -> None:
+        """Before a call: see `Measuring.plan`; a step that was planned as a whole goes on where its parts take more."""
+        try:
+            self._measuring.plan()
+        except InfeasibleBudgetError as error:
+            if not (self._captures.passes and self._goes_on(error)):
+                raise
 
     def _plan_arrivals(self) -> None:
         """Before a call: plan the graphs of the last one again, if gradients came in other layouts than expected."""
