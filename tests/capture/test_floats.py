@@ -192,20 +192,46 @@ def of_numpy(_: Part, hidden: torch.Tensor, t: float) -> torch.Tensor:
     return hidden * float(np.minimum(1.0, 3 * t)) + int(np.ceil(t * 3)) * np.float64(t) ** share
 
 
+def raised(_: Part, hidden: torch.Tensor, t: float) -> torch.Tensor:
+    """An annealed focal loss; exponents that 32 bits do not hold, in place, and of numbers of 16 bits."""
+    focal = (1 - hidden.sigmoid()) ** (t + 1) * nn.functional.logsigmoid(hidden)
+    return focal + ((hidden.abs() + 0.1) * 2).pow_(t) + hidden.square().add(0.1).bfloat16().pow(t * 0.3).float()
+
+
+def raised_twice(_: Part, hidden: torch.Tensor, t: float) -> torch.Tensor:
+    """With a gradient of the gradient."""
+    share = hidden.sigmoid()
+    (slope,) = torch.autograd.grad((share ** (t + 1)).sum(), share, create_graph=True)
+    return slope * hidden
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_floats_are_rounded_as_python_does(dtype: torch.dtype) -> None:
     assert run_as_eager(in_another_order, dtype).runs == [1, 4]
 
 
-@pytest.mark.parametrize("body", [of_many_ops, said, of_functions, of_numpy])
+@pytest.mark.parametrize("body", [of_many_ops, said, of_functions, of_numpy, raised])
 def test_floats_in_ops(body: Any) -> None:
     assert run_as_eager(body).runs == [1, 4]
+
+
+def test_powers_with_gradients_of_gradients() -> None:
+    run_as_eager(raised_twice, number=4)  # captured each time before torch 2.14, whose Dynamo asks for the exponent
 
 
 def test_python_may_decide_by_a_float() -> None:
     step = run_as_eager(branching)
     assert len(step.plans) == 2
     assert sorted(step.runs) == [1, 4]
+
+
+def vanishing(_: Part, hidden: torch.Tensor, t: float) -> torch.Tensor:
+    """A power of 0 in the last step, whose gradient is 0 also where that of other powers is not finite."""
+    return nn.functional.relu(hidden - hidden) ** (1.0 if t > 0.99 else round(t, 2) - 0.91) + hidden
+
+
+def test_a_power_may_vanish() -> None:
+    assert run_as_eager(vanishing, number=4).runs == [1, 2, 1]
 
 
 def logarithms(_: Part, hidden: torch.Tensor, t: float) -> torch.Tensor:

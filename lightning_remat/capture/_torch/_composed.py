@@ -35,7 +35,7 @@ def composed_as_in_eager(symbolic: bool) -> dict[OpOverload, Callable[..., torch
     return {op: functools.partial(kernel, op) for op, kernel in found.items()}
 
 
-def _is_transformed() -> bool:
+def is_transformed() -> bool:
     """Whether a transform of ``torch.func`` is open, whose tensors are of a subclass in eager mode, too."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
@@ -48,7 +48,7 @@ def _matmul(op: OpOverload, left: torch.Tensor, right: torch.Tensor) -> torch.Te
     """
     if left.dim() == right.dim() == 3 and left.shape[0] != right.shape[0] and 1 in (left.shape[0], right.shape[0]):
         repeated = left if left.shape[0] == 1 else right
-        if not repeated.requires_grad and not _is_transformed():
+        if not repeated.requires_grad and not is_transformed():
             number = (right if repeated is left else left).shape[0]
             factors = [one.expand(number, *one.shape[1:]).reshape(number, *one.shape[1:]) for one in (left, right)]
             product = torch.bmm(*factors)
@@ -99,7 +99,7 @@ def _cross_entropy(
 
 def _values_alone(op: OpOverload, x: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
     """Singular values or eigenvalues, traced: without the vectors where no gradient needs them, by another algorithm."""
-    if (x.requires_grad and torch.is_grad_enabled()) or _is_transformed():
+    if (x.requires_grad and torch.is_grad_enabled()) or is_transformed():
         return op._op_dk(DispatchKey.CompositeImplicitAutograd, x, *others, **named)  # type: ignore[no-any-return]
     if op is aten.linalg_svdvals.default:
         return aten._linalg_svd.default(x, False, False, **named)[1]  # type: ignore[no-any-return]

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._C import DispatchKey
 from torch._ops import OpOverload
 
-from lightning_remat.capture._torch._composed import composed_as_in_eager
+from lightning_remat.capture._torch._composed import composed_as_in_eager, is_transformed
+from lightning_remat.capture._torch._symbols import SYMBOLIC, specialized
+
+aten = torch.ops.aten
 
 # Ops whose Python decompositions stay. The batch norms' kernels overwrite the running statistics without saying so, which
 # a functional graph cannot hold; `dropout` becomes `native_dropout`, which the capture knows how to split.
@@ -98,6 +101,59 @@ def _lstm_layer(op: OpOverload, *args: Any) -> Any:
     return op._op_dk(DispatchKey.Autograd, *args[:-1], torch.is_grad_enabled())
 
 
+class _Power(torch.autograd.Function):
+    """A tensor to the power of a number that varies, with the gradient that eager mode computes.
+
+    torch before 2.14 takes such an exponent for a constant there, later ones make a tensor of it, which rounds otherwise.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, exponent: Any) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.exponent = exponent
+        return x.pow(exponent)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
+        if ctx.exponent == 0:  # the graph is guarded on it
+            return torch.zeros_like(x, memory_format=torch.contiguous_format), None
+        found = gradient * (ctx.exponent * x.pow(ctx.exponent - 1)).conj()
+        return (found.real if found.is_complex() and not x.is_complex() else found), None
+
+
+def _power(op: OpOverload, x: torch.Tensor, exponent: Any) -> torch.Tensor:
+    """``x ** exponent``, traced."""
+    if not isinstance(exponent, SYMBOLIC) or not x.requires_grad or not torch.is_grad_enabled():
+        return op._op_dk(DispatchKey.Autograd, x, exponent)  # type: ignore[no-any-return]
+    if is_transformed():
+        return op._op_dk(DispatchKey.Autograd, x, specialized(exponent))  # type: ignore[no-any-return]
+    return _Power.apply(x, exponent)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _power_in_place(op: OpOverload, x: torch.Tensor, exponent: Any) -> torch.Tensor:
+    """``x.pow_(exponent)``, traced."""
+    varies = isinstance(exponent, SYMBOLIC)
+    if varies and x.requires_grad and torch.is_grad_enabled():
+        return x.copy_(x.clone().pow(exponent))  # its gradient reads what was there, as eager mode's does
+    return op._op_dk(DispatchKey.Autograd, x, exponent)  # type: ignore[no-any-return]
+
+
+def _powers(op: OpOverload, tensors: Sequence[torch.Tensor], exponent: Any) -> Any:
+    """``torch._foreach_pow(tensors, exponent)``, traced: the graph is guarded on the exponent."""
+    return op._op_dk(DispatchKey.Autograd, tensors, specialized(exponent))
+
+
+_DIFFERENTIATED: dict[OpOverload, Callable[..., Any]] = {
+    aten.mkldnn_rnn_layer.default: _lstm_layer,
+    aten.pow.Tensor_Scalar: _power,
+    aten.pow_.Scalar: _power_in_place,
+    aten._foreach_pow.Scalar: _powers,
+    aten._foreach_pow_.Scalar: _powers,
+}
+"""What ops with a gradient of their own are traced by, instead of torch's."""
+
+
 @contextlib.contextmanager
 def whole_ops(symbolic: bool = False) -> Iterator[None]:
     """While open, the ops that eager runs are traced: torch's unasked Python decompositions are taken away.
@@ -124,16 +180,17 @@ def whole_ops(symbolic: bool = False) -> Iterator[None]:
         for op, kernel in composed.items():
             op.py_kernels[DispatchKey.CompositeImplicitAutograd] = kernel
             op._dispatch_cache.clear()
-        layer = torch.ops.aten.mkldnn_rnn_layer.default
-        layer.py_kernels[DispatchKey.Autograd] = functools.partial(_lstm_layer, layer)
-        layer._dispatch_cache.clear()
+        for op, kernel in _DIFFERENTIATED.items():
+            op.py_kernels[DispatchKey.Autograd] = functools.partial(kernel, op)
+            op._dispatch_cache.clear()
         yield
     finally:
         for op in composed:
             op.py_kernels.pop(DispatchKey.CompositeImplicitAutograd, None)
             op._dispatch_cache.clear()
-        torch.ops.aten.mkldnn_rnn_layer.default.py_kernels.pop(DispatchKey.Autograd, None)
-        torch.ops.aten.mkldnn_rnn_layer.default._dispatch_cache.clear()
+        for op in _DIFFERENTIATED:
+            op.py_kernels.pop(DispatchKey.Autograd, None)
+            op._dispatch_cache.clear()
         for vec, _ in _upsamplings():
             vec.py_kernels.pop(DispatchKey.CompositeImplicitAutograd, None)
             vec._dispatch_cache.clear()

@@ -27,10 +27,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, handle_sym_dispat
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeGuardPythonPrinter
 
 from lightning_remat.capture._torch._guards import source_name
-from lightning_remat.capture._torch._symbols import hint, symbolic_node
+from lightning_remat.capture._torch._symbols import SYMBOLIC, hint, specialized, symbolic_node
 from lightning_remat.capture._torch._variables import is_size
-
-_SYMBOLIC = (torch.SymInt, torch.SymFloat)
 
 
 def call(name: str, *numbers: Any) -> float:
@@ -67,7 +65,7 @@ def of_numbers(name: str) -> Callable[..., Any]:
     """
 
     def called(*numbers: Any) -> Any:
-        symbols = [one for one in numbers if isinstance(one, _SYMBOLIC)]
+        symbols = [one for one in numbers if isinstance(one, SYMBOLIC)]
         if not symbols:
             return call(name, *numbers)
         if get_proxy_mode() is not None:
@@ -75,21 +73,14 @@ def of_numbers(name: str) -> Callable[..., Any]:
         value = call(name, *map(hint, numbers))
         environment = symbolic_node(symbols[0]).shape_env
         if not math.isfinite(value) or environment.tracked_fakes is None:
-            return call(name, *(_specialized(one) for one in numbers))
+            return call(name, *(specialized(one) for one in numbers))
         words = ", ".join(
-            [repr(name), *(written(one.node) if isinstance(one, _SYMBOLIC) else repr(one) for one in numbers)]
+            [repr(name), *(written(one.node) if isinstance(one, SYMBOLIC) else repr(one) for one in numbers)]
         )
         return opaque(environment, f"__load_module({__name__!r}).found({words})", value)
 
     called.__name__ = called.__qualname__ = "of_" + name.replace(".", "_")
     return called
-
-
-def _specialized(number: Any) -> Any:
-    """A number's value, which the graph is guarded on."""
-    if isinstance(number, torch.SymFloat):
-        return float(number)
-    return int(number) if isinstance(number, torch.SymInt) else number
 
 
 def opaque(environment: Any, words: str, value: float) -> torch.SymFloat:
@@ -120,7 +111,7 @@ def written(node: Any) -> str:
 
 def varies(variable: Any) -> bool:
     """While Dynamo traces: whether a variable is a Python number that varies, and no size."""
-    known = isinstance(variable, SymNodeVariable) and isinstance(variable.sym_num, _SYMBOLIC)
+    known = isinstance(variable, SymNodeVariable) and isinstance(variable.sym_num, SYMBOLIC)
     return known and not is_size(variable)
 
 

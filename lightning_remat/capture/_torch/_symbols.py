@@ -15,6 +15,9 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+SYMBOLIC = (torch.SymInt, torch.SymFloat)
+"""The types of numbers that are symbols."""
+
 
 def symbolic_node(number: torch.SymInt | torch.SymFloat) -> Any:
     """The ``SymNode`` of a symbolic number, untyped: by torch 2.14's types parts may be ``None``, and here none is."""
@@ -29,6 +32,13 @@ def hint(value: Any) -> Any:
     if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return value
     return 1 if value.node.hint is None else value.node.hint
+
+
+def specialized(value: Any) -> Any:
+    """A number's value, which the graph is guarded on."""
+    if isinstance(value, torch.SymFloat):
+        return float(value)
+    return int(value) if isinstance(value, torch.SymInt) else value
 
 
 def expression(value: Any) -> Any:

@@ -100,7 +100,8 @@ NAMES = {
     "torch.fx.experimental._config": "patch use_duck_shape",
     "torch.nn.modules.loss": "_Loss",
     "torch.ops.aten": "_adaptive_avg_pool2d_backward.default _adaptive_avg_pool3d_backward.default _assert_async.msg "
-    "_batch_norm_with_update.default _batch_norm_with_update_functional.default _functional_assert_async.msg "
+    "_batch_norm_with_update.default _batch_norm_with_update_functional.default _foreach_pow.Scalar _foreach_pow_.Scalar "
+    "_functional_assert_async.msg "
     "_functional_assert_scalar.default _functional_sym_constrain_range.default "
     "_functional_sym_constrain_range_for_size.default _grouped_mm.default _linalg_eigh.default "
     "_linalg_eigvals.default _linalg_svd.default _log_softmax.default "
