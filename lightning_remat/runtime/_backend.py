@@ -128,8 +128,6 @@ class Backend:
             return as_in_eager_mode(module).forward
         if hands_on_views_alone(module) and not in_checkpoints:
             return as_in_eager_mode(module).forward
-        if internals.sizes_from_floats(module):  # sizes must be known to make a plan
-            internals.floats_as_constants(module)
         if any(internals.is_distributed(value) for value in inputs):
             self.step.reasons.failed("it computes with distributed tensors, which are left as they are")
             return as_in_eager_mode(module).forward

@@ -150,7 +150,7 @@ class Captures:
         )
 
     def _hand_over(self, module: torch.fx.GraphModule, inputs: Sequence[Any], symbolic: bool) -> Callable[..., Any]:
-        self._known(internals.integers(module, sizes=True))  # a plan knows all sizes
+        self._know_sizes(module)
         self._units.note(self._code, module)
         if self._code is not None:
             self._recaptured.note(self._code, self._all_calls)
@@ -166,6 +166,17 @@ class Captures:
             self._backend(module, inputs, symbolic, self._code, functools.partial(self._with_constants, module))
         )
         return apart(module, lambda *values: weakly()._runs[number](*values))  # type: ignore[union-attr]
+
+    def _know_sizes(self, module: torch.fx.GraphModule) -> None:
+        """Have no size in a graph follow from a number of Python's, since a plan knows all sizes."""
+        integers = internals.integers(module, sizes=True)
+        if self.early.are_sizes(integers):
+            internals.trace_again()
+        if internals.know_sizes(module):
+            return
+        self._known(integers)
+        if internals.sizes_from_floats(module):
+            internals.floats_as_constants(module)
 
     def _known(self, integers: Sequence[str]) -> None:
         """Have the frame traced once more, with these integers as constants, if any of them is none."""

@@ -280,8 +280,70 @@ def test_a_gradient_is_reversed() -> None:
     assert remat.runs == (9,)
 
 
-def test_floats_that_sizes_come_from_are_constants() -> None:
+def test_sizes_that_come_from_floats() -> None:
     assert run_as_eager(sized, number=4).runs == [1, 2, 1]
+
+
+class Curriculum(Classifier):
+    """The first rows alone, more of them from time to time, and a number that is no size."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        rows = min(len(x), 4 + 2 * (self.global_step // 8))
+        return nn.functional.cross_entropy(self.net(x[:rows]), y[:rows]) * (1 + 0.1 * batch_idx)
+
+
+class OfTwoSizes(Curriculum):
+    """Sizes of a schedule that is rounded, and of every other batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        rows = round(3 + 4 * min(1.0, self.global_step / 1000))
+        scores = self.net(torch.cat([x[:rows], x.new_ones(1 + batch_idx % 2, *x.shape[1:])]))
+        return nn.functional.cross_entropy(scores[:rows], y[:rows]) + scores[rows:].mean()
+
+
+def test_sizes_of_a_curriculum() -> None:
+    _, _, remat = compare(Curriculum, train=batches(24), plans=3)
+    assert remat.runs == (8, 8, 8)
+
+
+def test_sizes_of_every_other_batch() -> None:
+    _, _, remat = compare(OfTwoSizes, train=batches(12), plans=2)
+    assert remat.runs == (6, 6)
+
+
+class Widening(nn.Module):
+    """With rows of many numbers, which become symbols, beside a width that follows from a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.calls = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        width = 8 - self.calls % 2
+        return self.net(nn.functional.pad(x[:, :width], (0, 8 - width))).square().mean() + x[self.calls % 2 :].mean()
+
+
+def test_sizes_of_a_number_beside_symbolic_ones() -> None:
+    torch.manual_seed(0)
+    module = Widening()
+    step = ScheduledStep(module, RematConfig(budget=1.0, solver="greedy", cost_model="unit"))
+    for number, rows in enumerate((4, 5, 6, 7, 8, 9, 10, 11, 12, 13)):
+        x = torch.randn(rows, 8)
+        found = []
+        for run in (module, step):
+            module.calls = number
+            module.zero_grad()
+            loss = run(x)
+            loss.backward()
+            found.append((loss.detach().clone(), [p.grad.clone() for p in module.parameters()]))
+        assert torch.equal(found[0][0], found[1][0])
+        assert all(map(torch.equal, found[0][1], found[1][1]))
+    assert step.failures == []
+    assert (
+        len(step._plans.graphs) == 5
+    )  # of three sizes each on its own, and two for all other sizes, one for each width
 
 
 def test_what_the_process_has_compiled_before_does_not_matter() -> None:

@@ -103,6 +103,7 @@ if TYPE_CHECKING or not unknown_torch():
         floats_as_constants,
         integers,
         is_size_of_tensor,
+        know_sizes,
         sizes_from_floats,
         trace_again,
     )
@@ -257,6 +258,7 @@ __all__ = [
     "is_whole_function",
     "jumps_decided",
     "keep_saved",
+    "know_sizes",
     "largest",
     "lead_only_to",
     "logging_calls",

@@ -40,6 +40,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 from torch._functorch._aot_autograd import graph_compile
 from torch._guards import Source
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.sym_node import SymNode
 from torch.fx.experimental.symbolic_shapes import DimDynamic
@@ -49,7 +50,7 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 from lightning_remat._replaced import replaced
 from lightning_remat.capture._torch._guards import guard_on, source_name
 from lightning_remat.capture._torch._number_functions import holds, of_math, opaque, written
-from lightning_remat.capture._torch._symbols import expression, free_symbols, symbolic_node
+from lightning_remat.capture._torch._symbols import SYMBOLIC, expression, free_symbols, specialized, symbolic_node
 from lightning_remat.capture._torch._variables import attribute_of, is_size
 
 
@@ -57,8 +58,8 @@ class VaryingNumbers:
     """The Python numbers that a function reads and that change from call to call: one graph holds for all of their values.
 
     A number is one of them once it was seen to change, and from the first call on where it is the result of a call at
-    which the graph breaks (``np.random.beta``, ``mask.sum().item()``). An integer from which the size of a tensor follows
-    is not: a plan knows all sizes.
+    which the graph breaks (``np.random.beta``, ``mask.sum().item()``). Where the size of a tensor follows from one, the graph
+    is guarded on that size (`know_sizes`), or, where that cannot be, on the number.
     """
 
     def __init__(self) -> None:
@@ -215,6 +216,12 @@ def _is_ordinary(value: Any) -> bool:
 
 _BUILDER: Any = builder
 
+_ARITHMETIC = {
+    *("add", "sub", "mul", "div", "truediv", "pow", "iadd", "isub", "imul", "itruediv", "ipow", "radd", "rsub", "rmul"),
+    *("rtruediv", "rpow", "true_divide"),
+}
+"""Functions and methods of a tensor and a number."""
+
 _RETURNED = re.compile(r"L\['___stack\d+'\](\[[^\]]*\])*")
 """Dynamo's name for what a call has returned at which the graph breaks, and for items of that."""
 
@@ -316,9 +323,17 @@ def sizes_from_floats(graph_module: torch.fx.GraphModule) -> bool:
 
 def _in_layouts(graph_module: torch.fx.GraphModule) -> set[Any]:
     """The symbols that sizes and strides of tensors in a graph of Dynamo's follow from."""
-    examples = (node.meta.get("example_value") for node in graph_module.graph.nodes)
-    tensors = (one for one in tree_leaves(list(examples)) if isinstance(one, torch.Tensor))
-    lie = (number for one in tensors for number in (*one.shape, *one.stride()) if isinstance(number, torch.SymInt))
+    return _laid_out([node.meta.get("example_value") for node in graph_module.graph.nodes])
+
+
+def _laid_out(examples: Any) -> set[Any]:
+    """The symbols that sizes and strides of tensors follow from."""
+    lie = (
+        number
+        for one in _tensors(examples)
+        for number in (*one.shape, *one.stride())
+        if isinstance(number, torch.SymInt)
+    )
     return set[Any]().union(*(free_symbols(expression(number)) for number in lie))
 
 
@@ -337,6 +352,67 @@ def integers(graph_module: torch.fx.GraphModule, sizes: bool) -> list[str]:
     }
     found = _in_layouts(graph_module) if sizes and symbols else symbols.keys()
     return [name for symbol, name in symbols.items() if symbol in found]
+
+
+def know_sizes(graph_module: torch.fx.GraphModule) -> bool:
+    """While Dynamo's backend runs: write sizes that are computed from Python's numbers into a graph, which is guarded on them.
+
+    Of a length ``min(512, 64 + 8 * (self.global_step // 1000))`` the graph is guarded on the length, and not on the step.
+
+    Args:
+        graph_module: of Dynamo's; it is changed in place, but for the examples in it.
+
+    Returns:
+        Whether all were written, so that no size follows from these numbers any more; else nothing was changed.
+    """
+    laid_out = _in_layouts(graph_module)
+    numbers = {symbol for symbol in laid_out if symbol_is_type(symbol, SymT.FLOAT)}
+    for node in graph_module.graph.find_nodes(op="placeholder"):
+        example = node.meta.get("example_value")
+        if isinstance(example, torch.SymInt) and _python_source(example) is not None:
+            numbers |= free_symbols(expression(example))
+    numbers &= laid_out
+    mentioned: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+    for node in graph_module.graph.nodes if numbers else ():
+        tensors = _tensors(node.meta.get("example_value"))
+        if not tensors or node.op == "placeholder":
+            continue
+        of_layout = _laid_out(tensors) & numbers
+        of_integers = of_layout if _is_arithmetic(node) else numbers
+        given = [
+            one for one in node.all_input_nodes if _symbols(one) & (of_integers if _is_integer(one) else of_layout)
+        ]
+        if not given:  # as its tensors have them
+            continue
+        if isinstance(node.target, HigherOrderOperator) or any(_symbols(one) - numbers for one in given):
+            return False
+        mentioned[node] = given
+    values = {one: specialized(one.meta["example_value"]) for given in mentioned.values() for one in given}
+    for node in mentioned:
+        node.args, node.kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda one: values.get(one, one))
+    if mentioned:
+        graph_module.recompile()
+    return True
+
+
+def _tensors(examples: Any) -> list[torch.Tensor]:
+    return [one for one in tree_leaves(examples) if isinstance(one, torch.Tensor)]
+
+
+def _is_integer(node: torch.fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.SymInt)
+
+
+def _is_arithmetic(node: torch.fx.Node) -> bool:
+    """Whether a node's numbers are operands, of which no size follows."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.strip("_") in _ARITHMETIC
+
+
+def _symbols(node: torch.fx.Node) -> set[Any]:
+    """The symbols in a node that is a number."""
+    example = node.meta.get("example_value")
+    return free_symbols(expression(example)) if isinstance(example, SYMBOLIC) else set()
 
 
 def is_size_of_tensor(value: Any) -> bool:
