@@ -134,11 +134,13 @@ def steps(module: Part, step: Any, state: Any, number: int) -> list[Any]:
     return found
 
 
-def run_as_eager(body: Any, dtype: torch.dtype = torch.float32, number: int = 5) -> ScheduledStep:
+def run_as_eager(
+    body: Any, dtype: torch.dtype = torch.float32, number: int = 5, cost_model: str = "unit"
+) -> ScheduledStep:
     module = Part(body).to(dtype)
     state = {name: value.clone() for name, value in module.state_dict().items()}
     plain = steps(module, module, state, number)
-    step = ScheduledStep(module, RematConfig(budget=1.0, solver="greedy", cost_model="unit"))
+    step = ScheduledStep(module, RematConfig(budget=1.0, solver="greedy", cost_model=cost_model))
     torch._dynamo.reset()
     scheduled = steps(module, step, state, number)
     for one, other in zip(plain, scheduled, strict=True):
@@ -166,6 +168,13 @@ def branching(_: Part, hidden: torch.Tensor, t: float) -> torch.Tensor:
 def sized(_: Part, hidden: torch.Tensor, t: float) -> torch.Tensor:
     width = 14 if t > 0.99 else int(t * 12)
     return nn.functional.pad(hidden[:, :width], (0, 16 - width))
+
+
+def written_to(_: Part, hidden: torch.Tensor, t: float) -> torch.Tensor:
+    width = int(t * 8)
+    hidden = hidden * 1
+    hidden[:, :width] = hidden[:, -width:].detach()
+    return hidden
 
 
 def said(module: Part, hidden: torch.Tensor, t: float) -> torch.Tensor:
@@ -282,6 +291,7 @@ def test_a_gradient_is_reversed() -> None:
 
 def test_sizes_that_come_from_floats() -> None:
     assert run_as_eager(sized, number=4).runs == [1, 2, 1]
+    assert run_as_eager(written_to, cost_model="profile").runs == [1, 4]  # and each op can be measured
 
 
 class Curriculum(Classifier):
@@ -299,7 +309,9 @@ class OfTwoSizes(Curriculum):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x, y = batch
         rows = round(3 + 4 * min(1.0, self.global_step / 1000))
-        scores = self.net(torch.cat([x[:rows], x.new_ones(1 + batch_idx % 2, *x.shape[1:])]))
+        x = torch.cat([x[:rows], x.new_ones(1 + batch_idx % 2, *x.shape[1:])])
+        x[rows:, : 1 + batch_idx % 2] = x[:1, -1 - batch_idx % 2 :]
+        scores = self.net(x)
         return nn.functional.cross_entropy(scores[:rows], y[:rows]) + scores[rows:].mean()
 
 

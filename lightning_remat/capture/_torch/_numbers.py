@@ -374,10 +374,10 @@ def know_sizes(graph_module: torch.fx.GraphModule) -> bool:
     numbers &= laid_out
     mentioned: dict[torch.fx.Node, list[torch.fx.Node]] = {}
     for node in graph_module.graph.nodes if numbers else ():
-        tensors = _tensors(node.meta.get("example_value"))
-        if not tensors or node.op == "placeholder":
+        made, *read = (_tensors(one.meta.get("example_value")) for one in (node, *node.all_input_nodes))
+        if node.op in ("placeholder", "output") or not (made or any(read)):  # arithmetic of numbers is left
             continue
-        of_layout = _laid_out(tensors) & numbers
+        of_layout = _laid_out(made) & numbers
         of_integers = of_layout if _is_arithmetic(node) else numbers
         given = [
             one for one in node.all_input_nodes if _symbols(one) & (of_integers if _is_integer(one) else of_layout)
