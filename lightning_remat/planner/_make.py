@@ -78,6 +78,8 @@ def make_plan(
     at_hand: AtHand | None = None,
     part: bool = False,
     below_seconds: float = math.inf,
+    unimproved: bool = False,
+    least: Solution | None = None,
 ) -> Plan:
     """Choose a schedule for ``graph`` within ``config.budget``.
 
@@ -97,7 +99,9 @@ def make_plan(
             where no schedule is within the budget, the plan is that of the smallest peak, over it, with the note
             `FOR_ONCE`.
         below_seconds: a plan is of no use unless its step takes less than so many seconds: solving ends once it is proven
-            that none does. ``budget="min"`` does not look at it.
+            that none does. With ``budget="min"`` the smallest peak is looked for first.
+        unimproved: whether ``budget="min"`` looks for the smallest peak alone, and for no cheaper schedule within it.
+        least: the solution of such a plan for the same graph: its peak is not looked for again.
 
     Raises:
         InfeasibleBudgetError: when no schedule was found (unless ``part``); it names the smallest budget for which one
@@ -112,13 +116,19 @@ def make_plan(
     baseline = problem.evaluate(problem.captured)
     device = torch.device(graph.device or "cpu")
     budget = parse_budget(config.budget)
-    found_smallest: list[Solution] = []
+    found_smallest: list[Solution] = [] if least is None else [least]
 
     def smallest() -> Solution:
         if not found_smallest:
-            say("looking for the smallest peak")
-            share = SMALLEST_SHARE if budget.kind is BudgetKind.MIN else 1.0
-            found_smallest.append(find_smallest(graph, share * config.time_limit, **_offload(graph)))
+            least_file = cache.path(graph, "smallest", config) if cache is not None and unimproved else None
+            kept = cache.load(least_file, graph) if cache is not None and least_file is not None else None
+            if kept is None:
+                say("looking for the smallest peak")
+                share = SMALLEST_SHARE if budget.kind is BudgetKind.MIN else 1.0
+                kept = find_smallest(graph, share * config.time_limit, **_offload(graph))
+                if cache is not None and least_file is not None:
+                    cache.store(least_file, kept, kept.peak_bytes)
+            found_smallest.append(kept)
         return found_smallest[0]
 
     file: Path | None = None
@@ -126,6 +136,8 @@ def make_plan(
     if cache is not None and budget.kind is BudgetKind.MIN:  # its bytes are known only after a search
         file = cache.path(graph, "min", config)
         known = cache.load(file, graph)
+        if known is None and below_seconds < math.inf:
+            known = cache.load(cache.path_below(file, below_seconds), graph)
         budget_bytes = known.peak_bytes if known is not None else smallest().peak_bytes
     else:
         budget_bytes = resolve_budget(
@@ -147,6 +159,8 @@ def make_plan(
             return graph, _cheaper_of(found, beside)
         if beside is not None and at_hand is not None and at_hand.suffices:
             return graph, beside
+        if unimproved and budget.kind is BudgetKind.MIN:
+            return graph, smallest()
         interruptible = "; Ctrl-C: best so far" if config.solver == "auto" else ""
         say(f"solving, at most {config.time_limit:.0f} s{interruptible}")
         solution, interrupted = _solution(graph, within, config, smallest, beside, below_seconds)
@@ -299,7 +313,8 @@ def _solution(
     """
     if parse_budget(config.budget).kind is BudgetKind.MIN:
         least = smallest()
-        solution = _by_any(graph, within, config, seconds_left(config.time_limit, least.solve_seconds), least)
+        limit = seconds_left(config.time_limit, least.solve_seconds)
+        solution = _by_any(graph, within, config, limit, least, below_seconds)
         return solution, INTERRUPTED in solution.notes
     limits = [min(FIRST_SECONDS, config.time_limit)] if config.background and graph.host is None else []
     for limit in (*limits, config.time_limit):

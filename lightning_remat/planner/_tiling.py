@@ -77,6 +77,7 @@ def cheapest(
     plan: Callable[[_Made], Plan],
     *,
     smallest: bool,
+    improved: Callable[[_Made, float], _Made] = lambda made, _below_seconds: made,
     whole: Callable[[_Form], bool] = lambda _form: False,
 ) -> _Made:
     """A plan for a step: that of the form in which it costs least.
@@ -86,6 +87,8 @@ def cheapest(
         make: plans a form, given the seconds a step of the cheapest plan so far: one that takes no less is of no use.
         plan: the plan of what it returns.
         smallest: whether the smallest peak is wanted, and not the shortest step.
+        improved: makes a plan of such a peak cheaper within it, given the seconds a step of the cheapest so far; asked of
+            forms whose peak is near the smallest of all.
         whole: whether nothing of a form is in slices: it is not planned then behind one in slices whose ops take no longer:
             each of its schedules is one of that form too, in no more memory.
 
@@ -107,8 +110,12 @@ def cheapest(
         raise min(errors, key=lambda error: error.smallest_bytes)
     if smallest:
         least = min(plan(made).predicted_peak_bytes for made in found)
-        found = [made for made in found if plan(made).predicted_peak_bytes <= (1 + WORTH_IT) * least]
-        return min(found, key=lambda made: plan(made).predicted_seconds)
+        near = [made for made in found if plan(made).predicted_peak_bytes <= (1 + 2 * WORTH_IT) * least]
+        best: list[_Made] = []
+        for made in sorted(near, key=lambda made: plan(made).predicted_seconds):
+            better = improved(made, min([plan(one).predicted_seconds for one in best], default=math.inf))
+            best += [better] if plan(better).predicted_peak_bytes <= (1 + WORTH_IT) * least else []
+        return min(best or near, key=lambda made: plan(made).predicted_seconds)
     return min(found, key=lambda made: (over(plan(made)), plan(made).predicted_seconds))
 
 

@@ -273,6 +273,8 @@ class Planning:
         below_seconds: float = math.inf,
         least: bool = False,
         moved: bool = False,
+        unimproved: bool = False,
+        improving: Plan | None = None,
     ) -> tuple[ComputationGraph, Plan]:
         """A graph with the memory that is held beside it, and its plan.
 
@@ -291,6 +293,8 @@ class Planning:
             below_seconds: a plan is of no use unless its step takes less.
             least: whether the plan is to keep as little as can be (see `keeping_least`), whatever the budget.
             moved: whether a schedule of a graph with the same ops at other sizes will do, if one fits.
+            unimproved: see `make_plan`.
+            improving: the plan that was made so before.
 
         Raises:
             InfeasibleBudgetError: when no schedule was found for a graph that is the whole function and the call's
@@ -319,6 +323,8 @@ class Planning:
             "reserved": self._reserved,
             "at_hand": self._of_other_sizes if moved and self._at_hand is None else self._at_hand,
             "below_seconds": below_seconds,
+            "unimproved": unimproved,
+            "least": None if improving is None else improving.solution(),
         }
 
         def make() -> Plan:
@@ -331,7 +337,9 @@ class Planning:
                 return unplanned(graph, config, str(error), held_bytes=record["held_bytes"])
 
         plan = self._agreed(
-            lambda: f"plan {fingerprint(graph, config.budget, config.time_limit, below_seconds, least, moved)}",
+            lambda: (
+                f"plan {fingerprint(graph, config.budget, config.time_limit, below_seconds, least, moved, unimproved)}"
+            ),
             make,
             Plan.to_dict,
             lambda data: Plan.from_dict(data, ComputationGraph.from_dict(data["graph"])),

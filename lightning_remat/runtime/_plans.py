@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import logging
 import math
-import operator
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -32,6 +31,7 @@ from lightning_remat.runtime._moving import WATCHED_RUNS
 from lightning_remat.runtime._planning import Planning
 from lightning_remat.runtime._reasons import Reasons
 from lightning_remat.runtime._sized_plans import SizedPlan, SizedPlans
+from lightning_remat.solvers import Status
 
 log = logging.getLogger(__name__)
 
@@ -201,12 +201,19 @@ class Plans:
             problem, plan = self._for_now(make) if part and not around.sharded else make()
             return form, problem, plan
 
-        def made(form: CapturedGraph, below_seconds: float = math.inf, budget_bytes: int | None = None) -> _Planned:
+        def made(form: CapturedGraph, below_seconds: float = math.inf, **others: Any) -> _Planned:
             if form is captured:
-                return planned(form, cost_seconds, below_seconds=below_seconds)
+                return planned(form, cost_seconds, below_seconds=below_seconds, **others)
             form, more_seconds = self.planning.measured(form)
             form, seconds = ordered(form), cost_seconds + more_seconds
-            return planned(form, seconds, below_seconds=below_seconds, budget_bytes=budget_bytes)
+            return planned(form, seconds, below_seconds=below_seconds, **others)
+
+        def improved(unimproved: _Planned, below_seconds: float) -> _Planned:
+            form, _, before = unimproved
+            if before.status is Status.OPTIMAL:
+                return unimproved
+            form, problem, plan = planned(form, before.cost_seconds, improving=before, below_seconds=below_seconds)
+            return form, problem, dataclasses.replace(plan, solve_seconds=before.solve_seconds + plan.solve_seconds)
 
         config, alone = self.planning.config, self._alone(captured, whole)
         fusing = Fusing(config.fuse) if alone and config.fuse != "off" else None
@@ -217,9 +224,10 @@ class Plans:
             smallest = budget_bytes is None
             captured, problem, plan = cheapest(
                 forms(losses or captured, fits=fits, tiled=config.tiling == "exact", fusing=fusing),
-                functools.partial(made, budget_bytes=budget_bytes),
-                operator.itemgetter(2),
+                functools.partial(made, budget_bytes=budget_bytes, unimproved=smallest),
+                lambda made: made[2],
                 smallest=smallest,
+                improved=improved,
                 whole=lambda form: form.tiling is None and fusing is None,
             )
         else:

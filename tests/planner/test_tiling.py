@@ -83,6 +83,29 @@ def test_with_min_the_tiled_form_has_to_save_bytes() -> None:
     assert chosen(lambda: tiled, lambda: plain, lambda: chains, smallest=True) is chains
 
 
+def test_only_plans_of_nearly_the_smallest_peak_are_improved() -> None:
+    plans = {
+        "large": a_plan(0.1, peak_bytes=2000),
+        "small": a_plan(0.5, peak_bytes=1000),
+        "near": a_plan(0.6, peak_bytes=1005),
+    }
+    asked = []
+
+    def improved(plan: Plan, below_seconds: float) -> Plan:
+        asked.append((plan.predicted_peak_bytes, below_seconds))
+        return dataclasses.replace(plan, predicted_seconds=plan.predicted_seconds - plan.predicted_peak_bytes / 4000)
+
+    found = cheapest(
+        ((name, DEAR) for name in plans),
+        lambda name, _: plans[name],
+        lambda plan: plan,
+        smallest=True,
+        improved=improved,
+    )
+    assert asked == [(1000, math.inf), (1005, 1.25)]
+    assert found.predicted_peak_bytes == 1000 and found.predicted_seconds == 1.25
+
+
 @pytest.mark.parametrize("overhead", [0.1, 0.5])
 @pytest.mark.parametrize("smallest", [False, True])
 @pytest.mark.parametrize(("seconds", "planned"), [(1.005, ["tiled"]), (1.02, ["tiled", "whole"])])
