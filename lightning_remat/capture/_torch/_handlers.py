@@ -12,6 +12,9 @@ constant to it, and since torch 2.14 so is what ``random.sample`` and ``random.s
 
 ``WrapperUserFunctionVariable.call_function``: Dynamo traces through ``functools.lru_cache``.
 
+``SideEffects.mutation``: when the step ends, Dynamo clears a dict from which an item was taken, and adds what it held when the
+step was captured, without a look at what it holds now. The order of an ``OrderedDict`` it leaves as it was.
+
 ``VariableBuilder._type_dispatch``, a table that Dynamo makes once a process: to Dynamo a deque that the step is given holds any
 number of items, whatever its ``maxlen``.
 """
@@ -32,11 +35,14 @@ import torch
 import torch._dynamo
 from torch._dynamo.exc import unimplemented
 from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.source import AttrSource
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import misc, user_defined
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import TensorVariable
@@ -99,6 +105,18 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
                 )
         return result
 
+    mutation: Any = SideEffects.mutation
+
+    def with_keys(effects: Any, variable: Any) -> None:
+        mutation(effects, variable)
+        held = next((vars(variable)[name] for name in _HELD_BY_DICTS if name in vars(variable)), variable)
+        if isinstance(held, ConstDictVariable) and held.source is not None:
+            held.install_dict_keys_match_guard()
+            held.should_reconstruct_all |= issubclass(held.python_type(), collections.OrderedDict)
+            if held.should_reconstruct_all:
+                InstructionTranslator.current_tx().output.guard_on_key_order.add(held.source)
+
+    yield SideEffects, "mutation", with_keys
     yield OptimizerVariable, "_set_capturable", lambda _optimizer, _translator: None
     yield VariableBuilder, "_type_dispatch", classmethod(lambda _: types)
     yield WrapperUserFunctionVariable, "call_function", drawn_once
@@ -121,6 +139,9 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
 
         yield misc.RandomVariable, "call_method", call_method
 
+
+_HELD_BY_DICTS = ("_base_vt", "_dict_vt")
+"""The attribute with the items of the variable for a dict of another class, as ``collections.OrderedDict``, by releases."""
 
 _OF_STATES = {"getstate", "sample", "seed", "setstate", "shuffle"}
 """Methods of ``random.Random`` that Dynamo would call while it traces."""
