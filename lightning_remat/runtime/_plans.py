@@ -213,6 +213,8 @@ class Plans:
             if before.status is Status.OPTIMAL:
                 return unimproved
             form, problem, plan = planned(form, before.cost_seconds, improving=before, below_seconds=below_seconds)
+            if plan is before:  # one that was made for an earlier capture
+                return unimproved
             return form, problem, dataclasses.replace(plan, solve_seconds=before.solve_seconds + plan.solve_seconds)
 
         config, alone = self.planning.config, self._alone(captured, whole)

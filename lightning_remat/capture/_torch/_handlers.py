@@ -111,9 +111,9 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
         mutation(effects, variable)
         held = next((vars(variable)[name] for name in _HELD_BY_DICTS if name in vars(variable)), variable)
         if isinstance(held, ConstDictVariable) and held.source is not None:
-            held.install_dict_keys_match_guard()
             held.should_reconstruct_all |= issubclass(held.python_type(), collections.OrderedDict)
             if held.should_reconstruct_all:
+                held.install_dict_keys_match_guard()
                 InstructionTranslator.current_tx().output.guard_on_key_order.add(held.source)
 
     yield SideEffects, "mutation", with_keys
