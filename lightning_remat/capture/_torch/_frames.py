@@ -19,6 +19,7 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -174,6 +175,10 @@ def codes_of_torch() -> frozenset[types.CodeType]:
     return frozenset(forward.__code__ for forward in forwards if isinstance(forward, types.FunctionType))
 
 
+_PACKAGE = str(Path(__file__).parents[2]) + os.sep
+"""Where this package's code lies."""
+
+
 class _Capture:
     """What Dynamo calls when it meets a frame for which it has no code."""
 
@@ -197,25 +202,27 @@ class _Capture:
 
     def __call__(self, frame: Any, *args: Any) -> Any:
         own: Any = dynamo_types
-        left = frame.f_code in self._left or frame.f_code.co_filename == _OF_OPTIMIZERS
-        passed = frame.f_code in self._passed
-        if left or passed or frame.f_code in self._through:
+        code: types.CodeType = frame.f_code
+        own_code = code.co_filename.startswith(_PACKAGE) and code not in self._through  # as of a backward in the step
+        left = own_code or code in self._left or code.co_filename == _OF_OPTIMIZERS
+        passed = code in self._passed
+        if left or passed or code in self._through:
             called = own.FrameAction.SKIP if left else own.FrameAction.DEFAULT
             skip = own.FrameExecStrategy(own.FrameAction.SKIP, called)
-            return own.ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=not left and not passed)
+            return own.ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=own_code or not (left or passed))
         taken = _taken(frame) if self._uncaptured.left_alone else contextlib.nullcontext()
-        with compile_lock, self._around(frame.f_code), taken:
+        with compile_lock, self._around(code), taken:
             found = self._torchdynamo_orig_backend(frame, *args)
         if found.guarded_code is not None:
-            self._uncaptured.captured.add(frame.f_code)
+            self._uncaptured.captured.add(code)
             return found
-        if self._again() or not self._uncaptured.is_skipped(frame.f_code):
+        if self._again() or not self._uncaptured.is_skipped(code):
             skip = own.FrameExecStrategy(own.FrameAction.SKIP, own.FrameAction.DEFAULT)
             return own.ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=False)
-        code = code_of(self._function)
-        if code is not None and is_part_of(frame.f_code, self._function):
+        whole = code_of(self._function)
+        if whole is not None and is_part_of(code, self._function):
             self._uncaptured.left_alone = True
-            _LEFT_ALONE.setdefault(code, weakref.WeakSet()).add(frame.f_code)
+            _LEFT_ALONE.setdefault(whole, weakref.WeakSet()).add(code)
         return found
 
 

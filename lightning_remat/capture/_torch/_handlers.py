@@ -6,6 +6,7 @@ elsewhere, and for assertions.
 
 ``OptimizerVariable._set_capturable``: Dynamo takes whoever reads an optimizer's ``param_groups`` for its compiled ``step``. It
 reads and guards all that is in them, says that ``capturable`` is set, and on a GPU sets it, in the user's optimizer.
+``UserDefinedObjectVariable.method_setattr_standard``: what the step sets as an optimizer's attribute is forgotten.
 
 ``call_random_fn``: Dynamo makes a tensor of what ``random.uniform`` returns. ``RandomVariable``: a generator's state is a
 constant to it, and since torch 2.14 so is what ``random.sample`` and ``random.shuffle`` draw, from the first step on.
@@ -14,6 +15,9 @@ constant to it, and since torch 2.14 so is what ``random.sample`` and ``random.s
 
 ``SideEffects.mutation``: when the step ends, Dynamo clears a dict from which an item was taken, and adds what it held when the
 step was captured, without a look at what it holds now. The order of an ``OrderedDict`` it leaves as it was.
+
+``TensorVariable.method_backward``: where ``torch.autograd.grad`` is part of a graph, so is ``loss.backward()`` to Dynamo,
+without the hooks of parameters, and nothing has a gradient then that could be planned.
 
 ``VariableBuilder._type_dispatch``, a table that Dynamo makes once a process: to Dynamo a deque that the step is given holds any
 number of items, whatever its ``maxlen``.
@@ -47,6 +51,7 @@ from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
 from torch._dynamo.variables.tensor import TensorVariable
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 from lightning_remat._replaced import replaced
 from lightning_remat.capture._torch._effects import assert_async
@@ -116,7 +121,24 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
                 held.install_dict_keys_match_guard()
                 InstructionTranslator.current_tx().output.guard_on_key_order.add(held.source)
 
+    own_put: Any = UserDefinedObjectVariable.method_setattr_standard
+
+    def put(variable: Any, translator: Any, name: Any, *args: Any, **named: Any) -> Any:
+        if isinstance(variable, OptimizerVariable):
+            unimplemented(
+                gb_type="attribute of an optimizer",
+                context=str(name),
+                explanation="The step sets an attribute of an optimizer.",
+                hints=[],
+            )
+        return own_put(variable, translator, name, *args, **named)
+
     yield SideEffects, "mutation", with_keys
+    yield TensorVariable, "method_backward", _left_to_autograd
+    of_tensors: dict[str, Any] | None = vars(TensorVariable).get("tp_methods")
+    if of_tensors is not None:
+        yield TensorVariable, "tp_methods", {**of_tensors, "backward": type(of_tensors["backward"])(_left_to_autograd)}
+    yield UserDefinedObjectVariable, "method_setattr_standard", put
     yield OptimizerVariable, "_set_capturable", lambda _optimizer, _translator: None
     yield VariableBuilder, "_type_dispatch", classmethod(lambda _: types)
     yield WrapperUserFunctionVariable, "call_function", drawn_once
@@ -138,6 +160,16 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
             return own_method(variable, translator, name, *args)
 
         yield misc.RandomVariable, "call_method", call_method
+
+
+def _left_to_autograd(_variable: Any, _translator: Any, *_args: Any, **_named: Any) -> Any:
+    """The graph breaks at ``loss.backward()``: its gradients run the hooks of parameters, and what is before it is planned."""
+    unimplemented(
+        gb_type="backward in the step",
+        context="",
+        explanation="The step calls backward: that is autograd's.",
+        hints=[],
+    )
 
 
 _HELD_BY_DICTS = ("_base_vt", "_dict_vt")

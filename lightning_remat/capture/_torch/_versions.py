@@ -57,6 +57,7 @@ NAMES = {
     "VariableBuilder.wrap_symfloat VariableBuilder.wrap_symint is_int_specialization_case wrap_fx_proxy",
     "torch._dynamo.variables.builtin": "BuiltinVariable.call_function",
     "torch._dynamo.variables.constant": "ConstantVariable.create",
+    "torch._dynamo.variables.dicts": "ConstDictVariable",
     "torch._dynamo.variables.functions": "SkipFunctionVariable.call_function UserFunctionVariable "
     "WrapperUserFunctionVariable.call_function",
     "torch._dynamo.variables.lazy": "LazyVariableTracker.is_realized LazyVariableTracker.peek_value",
@@ -68,7 +69,8 @@ NAMES = {
     "torch._dynamo.variables.tensor": "SymNodeVariable SymNodeVariable.as_tensor "
     "TensorVariable.method___setitem__ TensorVariable.set_name_hint",
     "torch._dynamo.variables.torch": "TorchInGraphFunctionVariable._get_handlers TorchInGraphFunctionVariable.call_function",
-    "torch._dynamo.variables.user_defined": "UserDefinedObjectVariable call_random_fn",
+    "torch._dynamo.variables.user_defined": "UserDefinedObjectVariable "
+    "UserDefinedObjectVariable.method_setattr_standard call_random_fn",
     "torch._functorch._aot_autograd.descriptors": "GradAOTOutput InputMutationAOTOutput IntermediateBaseAOTOutput "
     "ParamAOTInput PlainAOTInput PlainAOTOutput SubclassGetAttrAOTInput SubclassGetAttrAOTOutput",
     "torch._functorch._aot_autograd.graph_compile": "tensorify_python_scalars",
