@@ -56,6 +56,9 @@ MOST_OF_CALLED = 2
 CALLS_OF_ONE = 25
 """Calls after which one of these captures no longer counts: what changes with each epoch may be captured anew each time."""
 
+FOR_NOTHING = 4
+"""Captures after which a function without gradients is no longer captured, if nearly each call has captured it."""
+
 LITTLE = 0.05
 """Share of the bytes that a call saves for its backward up to which a function may be left alone since its sizes vary."""
 
@@ -120,6 +123,7 @@ class Captures:
         self._captured_sets = 0
         self._left_codes: set[types.CodeType] = set()  # of frames that are not captured any more
         self._passed_codes: set[types.CodeType] = set()  # likewise, but what they call is
+        self._passed_for_nothing = False
         self._times_left = 0
         self._recaptured = Recaptured()
         self._static: Callable[..., Any]
@@ -418,7 +422,8 @@ class Captures:
     def leave_what_varies(self, graphs: Sequence[Graph]) -> set[Graph]:
         """No longer capture the functions that nearly every call captures anew, since sizes in them vary that are no symbols.
 
-        Only functions whose graphs save little of what the call does are left, since nothing of theirs is planned then.
+        Only functions whose graphs save little of what the call does are left, since nothing of theirs is planned then; those
+        without gradients, of which nothing is planned anyway, soon.
 
         Args:
             graphs: all captured graphs.
@@ -426,7 +431,13 @@ class Captures:
         Returns:
             The graphs that run in eager mode from now on.
         """
-        codes = self._recaptured.often(self._all_calls) - self._left_codes - self._passed_codes
+        planned = {graph.code for graph in graphs}
+        times = FOR_NOTHING // 2 if self._passed_for_nothing else FOR_NOTHING  # what one calls varies with it
+        for nothing in self._recaptured.often(self._all_calls, times) - planned:
+            if not internals.is_code_of(nothing, self._function):
+                self._passed_codes.add(nothing)  # as transforms of the batch
+                self._passed_for_nothing = True
+        codes = self._recaptured.often(self._all_calls, OFTEN) - self._left_codes - self._passed_codes
         if not codes:
             return set()
         saved = Counter[types.CodeType | None]()

@@ -18,9 +18,9 @@ class Recaptured:
         >>> code, known = (lambda: None).__code__, Recaptured()
         >>> for call in range(OFTEN):
         ...     known.note(code, call)
-        >>> known.often(OFTEN - 1) == {code}
+        >>> known.often(OFTEN - 1, OFTEN) == {code}
         True
-        >>> known.often(2 * OFTEN)
+        >>> known.often(2 * OFTEN, OFTEN)
         set()
     """
 
@@ -32,10 +32,10 @@ class Recaptured:
         first, count, last = self._known.get(code, (call, 0, -1))
         self._known[code] = first, count + (call != last), call
 
-    def often(self, call: int) -> set[types.CodeType]:
-        """What was captured in the call of this number, and in nearly every one before."""
+    def often(self, call: int, times: int) -> set[types.CodeType]:
+        """What was captured in the call of this number, and in nearly every one before, so many times or more."""
         return {
             code
             for code, (first, count, last) in self._known.items()
-            if last == call and count >= OFTEN and count >= NEARLY_EVERY * (call - first + 1)
+            if last == call and count >= times and count >= NEARLY_EVERY * (call - first + 1)
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_remat import rematerialize
-from lightning_remat.runtime import _captures, _recaptured
+from lightning_remat.runtime import _captures
 from tests.helpers import training
 
 OFTEN = 3
@@ -44,7 +45,6 @@ def loss_of(head: nn.Module, hidden: torch.Tensor, rows: torch.Tensor) -> torch.
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_recaptured, "OFTEN", OFTEN)
     monkeypatch.setattr(_captures, "OFTEN", OFTEN)
 
 
@@ -87,3 +87,52 @@ def test_what_saves_much_stays_planned() -> None:
     again = seeded(wide=2048)
     training.assert_same(trained(again, again, calls), ours)
     assert not step.failures
+
+
+class Cropped(nn.Module):
+    """A network on boxes of the batch, which functions draw that compute no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(cropped(x)).square().mean()
+
+
+def cropped(x: torch.Tensor) -> torch.Tensor:
+    begin = random.randrange(1 << 20)
+    return from_there(x * 2, begin)
+
+
+def from_there(x: torch.Tensor, begin: int) -> torch.Tensor:
+    x = x[:, : 17 + begin % 60] + 1
+    torch._dynamo.graph_break()
+    return turned(x, begin)
+
+
+def turned(x: torch.Tensor, begin: int) -> torch.Tensor:
+    return x.flip(1)[:, : 9 + begin % 7][:, :8] + begin % 3
+
+
+def test_what_has_no_gradients_is_soon_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it is planned, and it would be captured with each call."""
+    monkeypatch.setattr(_captures, "OFTEN", 1000)
+    found = []
+    for run in (False, True):
+        random.seed(0)
+        torch.manual_seed(0)
+        module = Cropped()
+        call = rematerialize(module, 1.0, cost_model="unit", solver="greedy") if run else module
+        losses = []
+        for number in range(24):
+            if number == 20:
+                captured = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+            loss = call(torch.randn(4, 80))
+            loss.backward()
+            losses.append(loss.detach())
+        found.append(losses)
+        if run:
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == captured
+            assert call.failures == () and sum(call.runs) == 24
+    training.assert_same(*found)

@@ -204,12 +204,12 @@ class _Capture:
         own: Any = dynamo_types
         code: types.CodeType = frame.f_code
         own_code = code.co_filename.startswith(_PACKAGE) and code not in self._through  # as of a backward in the step
-        left = own_code or code in self._left or code.co_filename == _OF_OPTIMIZERS
+        left = code in self._left or code.co_filename == _OF_OPTIMIZERS
         passed = code in self._passed
-        if left or passed or code in self._through:
+        if left or passed or own_code or code in self._through:
             called = own.FrameAction.SKIP if left else own.FrameAction.DEFAULT
             skip = own.FrameExecStrategy(own.FrameAction.SKIP, called)
-            return own.ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=own_code or not (left or passed))
+            return own.ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=not left and not passed)
         taken = _taken(frame) if self._uncaptured.left_alone else contextlib.nullcontext()
         with compile_lock, self._around(code), taken:
             found = self._torchdynamo_orig_backend(frame, *args)
