@@ -46,7 +46,7 @@ from lightning_remat.capture.gradients._sums import (
 from lightning_remat.capture.packed._joint import AddedElsewhereError, add_inside_layers, as_in_eager_mode
 from lightning_remat.capture.rewritings import HandOver
 from lightning_remat.capture.tracing._data import REFUSAL, REFUSED
-from lightning_remat.capture.tracing._inference import refuse_inference_mode
+from lightning_remat.capture.tracing._inference import without_inference_mode
 from lightning_remat.errors import CaptureError, GraphError, RematError, ScheduleError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.lowering import lower, without_tangents
@@ -311,7 +311,7 @@ class _Handed:
 
     def captured(self) -> Callable[..., Any]:
         """The callable that runs it: by a plan, where anything in it needs a gradient."""
-        refuse_inference_mode(self._module.graph)
+        without_inference_mode(self._module)
         compiled, exchange = self._frame.compiled(self._inputs, self._partition)
         if self._planned is None:
             return compiled

@@ -25,6 +25,8 @@ if TYPE_CHECKING or not unknown_torch():
         enter_autocast,
         enter_inference_mode,
         exit_autocast,
+        exit_inference_mode,
+        set_grad_enabled,
     )
     from lightning_remat.capture._torch._autograd_graph import (
         accumulates_into,
@@ -229,6 +231,7 @@ __all__ = [
     "enter_autocast",
     "enter_inference_mode",
     "exit_autocast",
+    "exit_inference_mode",
     "expression",
     "fake_tensors",
     "floats_as_constants",
@@ -285,6 +288,7 @@ __all__ = [
     "run_on_cpu",
     "runs_in_forward",
     "set_allocator_settings",
+    "set_grad_enabled",
     "shards_of",
     "sizes_from_floats",
     "skip_no_more",

@@ -3,7 +3,8 @@
 * ``_enter_autocast``, ``_exit_autocast``: the calls by which a graph of Dynamo's has a region (see
   ``capture.gradients._autocast``).
 * ``_DisableAutocast``: autocast is off where AOTAutograd runs what it has captured under autocast.
-* ``_enter_inference_mode``: torch before 2.13 cannot capture it (see ``capture.tracing._inference``).
+* ``_enter_inference_mode``, ``_exit_inference_mode``, ``_set_grad_enabled``: inference mode is captured as the absence of
+  gradients (see ``capture.tracing._inference``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 
 enter_inference_mode = torch.autograd.grad_mode._enter_inference_mode
+exit_inference_mode = torch.autograd.grad_mode._exit_inference_mode
+set_grad_enabled = torch._C._set_grad_enabled
 
 enter_autocast, exit_autocast = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
 """The calls by which a graph of Dynamo's has a region of autocast: its begin, with its settings, and its end."""

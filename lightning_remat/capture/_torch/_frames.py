@@ -175,8 +175,11 @@ def codes_of_torch() -> frozenset[types.CodeType]:
     return frozenset(forward.__code__ for forward in forwards if isinstance(forward, types.FunctionType))
 
 
-_PACKAGE = str(Path(__file__).parents[2]) + os.sep
-"""Where this package's code lies."""
+_OF_BACKWARD = tuple(
+    str(Path(__file__).parents[2] / name)
+    for name in ("allocator", "capture", "lowering", "runtime", "strategies", "measure")
+)
+"""Where the code of this package lies that runs plans."""
 
 
 class _Capture:
@@ -203,7 +206,7 @@ class _Capture:
     def __call__(self, frame: Any, *args: Any) -> Any:
         own: Any = dynamo_types
         code: types.CodeType = frame.f_code
-        own_code = code.co_filename.startswith(_PACKAGE) and code not in self._through  # as of a backward in the step
+        own_code = code.co_filename.startswith(_OF_BACKWARD)  # as where the step calls `backward`
         left = code in self._left or code.co_filename == _OF_OPTIMIZERS
         passed = code in self._passed
         if left or passed or own_code or code in self._through:

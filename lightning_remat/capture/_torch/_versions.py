@@ -27,7 +27,7 @@ NAMES = {
     "_autograd._get_current_graph_task_keep_graph _autograd._get_sequence_nr _autograd._saved_tensors_hooks_set_tracing "
     "_current_autograd_node _current_graph_task_id _disabled_torch_function_impl _dispatch_has_kernel_for_dispatch_key "
     "_dispatch_tls_is_dispatch_key_excluded _functorch.peek_interpreter_stack _get_sdp_priority_order "
-    "_is_torch_function_enabled _nn _storage_Use_Count _will_engine_execute_node",
+    "_is_torch_function_enabled _nn _storage_Use_Count _will_engine_execute_node _set_grad_enabled",
     "torch._decomp": "",
     "torch._dynamo": "maybe_mark_dynamic optimize",
     "torch._dynamo.backends.common": "aot_autograd",
@@ -92,7 +92,7 @@ NAMES = {
     "torch.UntypedStorage": "_cdata",
     "torch.amp.autocast_mode": "_enter_autocast _exit_autocast",
     "torch.autograd": "_profiler_enabled",
-    "torch.autograd.grad_mode": "_enter_inference_mode",
+    "torch.autograd.grad_mode": "_enter_inference_mode _exit_inference_mode",
     "torch.autograd.graph": "Node._sequence_nr _engine_run_backward",
     "torch.autograd.Variable": "_execution_engine",
     "torch.distributed.distributed_c10d": "_get_default_store",
