@@ -201,12 +201,18 @@ class Plans:
             problem, plan = self._for_now(make) if part and not around.sharded else make()
             return form, problem, plan
 
-        def made(form: CapturedGraph, below_seconds: float = math.inf, **others: Any) -> _Planned:
+        def made(
+            form: CapturedGraph,
+            below_seconds: float = math.inf,
+            budget_bytes: int | None = None,
+            unimproved: bool = False,
+        ) -> _Planned:
+            others = {"below_seconds": below_seconds, "unimproved": unimproved}
             if form is captured:
-                return planned(form, cost_seconds, below_seconds=below_seconds, **others)
+                return planned(form, cost_seconds, **others)
             form, more_seconds = self.planning.measured(form)
             form, seconds = ordered(form), cost_seconds + more_seconds
-            return planned(form, seconds, below_seconds=below_seconds, **others)
+            return planned(form, seconds, budget_bytes=budget_bytes, **others)
 
         def improved(unimproved: _Planned, below_seconds: float) -> _Planned:
             form, _, before = unimproved
