@@ -8,6 +8,7 @@ import threading
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lightning_remat.capture import _torch as internals
 from lightning_remat.measure import PeakMemory, track_peak
 from lightning_remat.planner._beside import Held
 from lightning_remat.schedule import OUTSIDE
@@ -75,13 +76,17 @@ class MeasuredStep:
         self._over = True
 
     def give_way(self) -> None:
-        """End the measurement for another one: the step counts as unmeasured, unless it was over."""
+        """End the measurement for another one: the step counts as unmeasured, unless it was over.
+
+        In a backward (where a hook is captured, say) it does not end yet.
+        """
         self._cut_short = self._cut_short or not self._complete
-        self._stop()
+        if internals.backward_number() < 0:
+            self._stop()
 
     def _before_update(self, *_: object) -> None:
-        if self._thread != threading.get_ident():
-            return
+        if self._thread != threading.get_ident() or internals.backward_number() >= 0:
+            return  # in another thread, or by a hook of a parameter
         self._updates += 1
         if self._complete:  # otherwise it is another network that is updated
             self._stop()  # the hook itself cannot be removed while hooks are called

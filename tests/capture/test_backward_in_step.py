@@ -31,6 +31,7 @@ class Trained:
         self.net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 4))
         self.optimizer = Own(self.net.parameters(), lr=0.1)
         self.kind, self.calls = kind, 0
+        self.each = {p: torch.optim.SGD([p], lr=0.1) for p in self.net.parameters()}
         for parameter in self.net.parameters():
             if kind == "scaled":
                 parameter.register_hook(self.scale)
@@ -45,6 +46,10 @@ class Trained:
     def update(self, parameter: Tensor) -> None:
         self.calls += 1
         assert parameter.grad is not None
+        if self.kind == "by optimizers":
+            self.each[parameter].step()
+            self.each[parameter].zero_grad()
+            return
         parameter.add_(parameter.grad, alpha=-self.optimizer.rate if self.kind == "inside" else -0.1)
         parameter.grad = None
 
@@ -71,7 +76,7 @@ class Trained:
         return [*found, *self.net.parameters(), torch.tensor(self.calls), torch.tensor(self.optimizer.rate)]
 
 
-@pytest.mark.parametrize("kind", ["at once", "inside", "scaled", "after"])
+@pytest.mark.parametrize("kind", ["at once", "by optimizers", "inside", "scaled", "after"])
 def test_hooks_of_parameters_run(kind: str) -> None:
     one, other = Trained(kind), Trained(kind)
     step = ScheduledStep(other.step, RematConfig(budget=1.0, solver="greedy", cost_model="unit"))
@@ -80,3 +85,4 @@ def test_hooks_of_parameters_run(kind: str) -> None:
     assert one.calls == (0 if kind == "after" else 16)
     assert step.failures == []
     assert sum(step.runs) == 4
+    assert not torch.autograd._profiler_enabled(), "a measured step has ended with its call"
