@@ -66,6 +66,11 @@ class MeasuredStep:
             self._labels.append((position if phase == "forward" else position - 1, OUTSIDE))
         self._over = self._complete and not self._reduces
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether the backward of its first graph has ended."""
+        return self._complete
+
     def end(self) -> None:
         """End the measurement: the step is over, or will not be completed."""
         self._stop()

@@ -116,8 +116,8 @@ class Measuring:
                 self._now = None
             else:
                 self._now.ran = list(self._call.ran)
-                if not any(tensor.requires_grad for tensor in internals.tensor_leaves(result)):
-                    self.end()  # it has called its backward itself
+                if self._now.step.is_complete:  # it has called its backward itself
+                    self.end()
         elif self._call.captured or self._left_anew:
             self._left_anew = self._left_anew and bool(self._call.captured)
             if self._possible() and (self._is_a_part() or leaves_a_loss_to_do(result)):
