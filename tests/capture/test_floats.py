@@ -353,9 +353,8 @@ def test_sizes_of_a_number_beside_symbolic_ones() -> None:
         assert torch.equal(found[0][0], found[1][0])
         assert all(map(torch.equal, found[0][1], found[1][1]))
     assert step.failures == []
-    assert (
-        len(step._plans.graphs) == 5
-    )  # of three sizes each on its own, and two for all other sizes, one for each width
+    # Three sizes each on its own, and all others in one graph for each width.
+    assert len(step._plans.graphs) == 5
 
 
 def test_what_the_process_has_compiled_before_does_not_matter() -> None:
