@@ -447,7 +447,8 @@ class RematCallback(Callback):
         measured = held + peak.peak_bytes if peak.allocated_bytes is None else peak.allocated_bytes
         self.measured_peak_bytes = max(measured, self.measured_peak_bytes or 0)
         log_metrics(trainer, measured_metrics(plan, measured, peak.reserved_bytes))
-        scheduled = sum(self._step.runs) > runs  # a plan has run, and not the unchanged step
+        # A plan has run, and not the unchanged step, nor, in the end, what is computed once more.
+        scheduled = sum(self._step.runs) > runs and not self._step.gave_up
         over = over_prediction(plan, peak, measured, self._step.recorded) if scheduled else ""
         if over and not self._over and not self._uncounted:
             self._over = True

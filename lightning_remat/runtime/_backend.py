@@ -31,6 +31,7 @@ from lightning_remat.capture._checkpoints import checkpoints, refuse_other_secon
 from lightning_remat.capture._nodes import gradient_arguments
 from lightning_remat.capture._tangents import Layouts
 from lightning_remat.capture.gradients._autocast import cast_arguments, cast_often, share_casts
+from lightning_remat.capture.gradients._differentiated import Differentiated
 from lightning_remat.capture.gradients._order import gradient_order, without_gradients
 from lightning_remat.capture.gradients._ports import detach_views_without_gradients, hands_on_views_alone, with_ports
 from lightning_remat.capture.gradients._shared import shared_gradients
@@ -382,6 +383,10 @@ class _Handed:
         again = functools.partial(self._reading.again, self._frame, self._sums, captured.tiling, captured.fusing)
         arrivals = Arrivals(exchange, again)
         arrivals.add(0, captured, schedule)
+        plainly = None if self._in_checkpoints else as_in_eager_mode(self._module).forward
+        draws = [captured.device] if any(op.random for op in captured.graph.ops) else []
+        primals = zip(captured.arguments, captured.primals, strict=True)
+        written = frozenset(argument for argument, primal in primals if primal in captured.written)
         graph = Graph(
             captured,
             planned.problem,
@@ -395,7 +400,8 @@ class _Handed:
             arrivals=arrivals,
             changes=None if self._whole or self._sharded else ChangedActivations(exchange),
             code=self._code,
-            plainly=None if self._in_checkpoints else as_in_eager_mode(self._module).forward,
+            plainly=plainly,
+            differentiated=Differentiated(plainly, self._frame.around, draws, written) if plainly is not None else None,
             accumulator=self._reading.accumulator,
             whole=self._whole,
             symbolic=any(map(internals.is_size_of_tensor, self._inputs)),

@@ -12,6 +12,7 @@ import torch
 from lightning_remat._recent import Recent
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.capture import _torch as internals
+from lightning_remat.capture.gradients._differentiated import Differentiated
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.lowering import lower
 from lightning_remat.planner._device_memory import DeviceMemory
@@ -45,6 +46,7 @@ class Graph:
         arrivals: the layouts of the gradients that its backward is given.
         code: code of the frame that it was found in.
         plainly: runs it as Dynamo found it; ``None`` where that is not what eager mode runs.
+        differentiated: makes its gradients differentiable; ``None`` where that is not possible.
         accumulator: adds its gradients to ``.grad`` as they are computed; ``None`` where it may not.
         arguments: positions of its symbolic sizes among its arguments.
         sized: its plans for all sizes, where it has symbolic sizes.
@@ -70,6 +72,7 @@ class Graph:
     changes: ChangedActivations | None = None
     code: types.CodeType | None = None
     plainly: Callable[..., Any] | None = None
+    differentiated: Differentiated | None = None
     accumulator: Accumulator | None = None
     arguments: tuple[int, ...] = ()
     sized: SizedPlans | None = None

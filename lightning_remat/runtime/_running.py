@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from lightning_remat.capture import _torch as internals
 from lightning_remat.capture._tangents import Given
 from lightning_remat.capture.gradients._autocast import Casts, casts_in_backward, is_cast_for_each_use, shares_casts
+from lightning_remat.capture.gradients._differentiated import Evaluation
 from lightning_remat.capture.gradients._ports import Ports
 from lightning_remat.capture.gradients._stages import StagedBackward, Stages
 from lightning_remat.capture.gradients._sums import HandedOut, Sums, adds_elsewhere
@@ -71,6 +72,7 @@ class _Run:
         staged: runs the backward in stages; ``None`` where it runs as a whole.
         measured: the measurement of the call; ``None`` if it is not measured.
         position: position of the graph in the call.
+        evaluation: see `Differentiated.begins`; ``None`` where its gradients cannot be made differentiable.
         leaves: positions of arguments that the step has made leaves of autograd's graph; not looked for after the first run.
     """
 
@@ -82,6 +84,7 @@ class _Run:
     staged: StagedBackward | None
     measured: MeasuredStep | None
     position: int
+    evaluation: Evaluation | None
     leaves: frozenset[int]
 
 
@@ -169,10 +172,14 @@ class Runner:
             measured.begins(position, "forward")
         if graph.changes is not None:
             graph.changes.begin(args, call.batch, graph.is_new)
+        differentiated = graph.differentiated if staged is None else None
+        evaluation = differentiated.begins(args) if differentiated is not None else None
         outputs = self._compiled(*given)
         if graph.changes is not None and graph.is_new:
             graph.changes.watch(args, call.batch, outputs)
         ports = Ports(outputs, self._views)
+        if differentiated is not None:
+            differentiated.ran(given, outputs[: len(outputs) - len(self._views)])
         if self._casts:
             for one in outputs:
                 if (node := internals.captured_node(one)[0]) is not None:
@@ -186,7 +193,7 @@ class Runner:
             call.nodes.update(internals.captured_node(one)[0] for one in outputs)
         first = plans.runs[number] == 1
         leaves = frozenset(i for i, value in enumerate(args) if first and _is_made_a_leaf(value))
-        run = _Run(number, first, compare, added, handed_out, staged, measured, position, leaves)
+        run = _Run(number, first, compare, added, handed_out, staged, measured, position, evaluation, leaves)
         inputs = args if given is args else (*args, *given)
         internals.on_backward(inputs, outputs, functools.partial(self._backward_begins, run), ports.gradients)
         return outputs[: len(outputs) - len(self._views)]
@@ -231,10 +238,20 @@ class Runner:
         """
         graph, reasons = self._graph, self._step.reasons
         if torch.is_grad_enabled():
+            evaluation = run.evaluation if not ported else None
+            this = (
+                "those of this call are computed as in eager mode" if evaluation else "this backward ends in an error"
+            )
             reasons.give_up(
-                "its gradients are differentiated again (create_graph=True), which captured code cannot do: this backward "
-                "fails, and later calls run as before; compute such a penalty inside of what is captured, where it is "
-                "planned too"
+                f"its gradients are differentiated again (create_graph=True), which captured code cannot do: {this}, and later "
+                "calls run as before; compute such a penalty inside of what is captured, where it is planned too"
+            )
+            if evaluation is not None:
+                evaluation.differentiable(node, reasons.give_up)
+        if run.evaluation is not None and run.evaluation.again:
+            reasons.give_up(
+                "a loss is made of what it returns and of gradients that are differentiated again, whose sums eager mode adds "
+                "up in another order: gradients of this step may have other last bits, and later calls run as before"
             )
         if torch.is_autocast_enabled(graph.captured.device.type) and casts_in_backward(graph.captured.graph):
             reasons.give_up(

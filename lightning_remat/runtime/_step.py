@@ -184,6 +184,11 @@ class ScheduledStep:
         return self._plans.seconds
 
     @property
+    def gave_up(self) -> bool:
+        """Whether all later calls run as before; the last one may have left its plan already."""
+        return self._reasons.gave_up
+
+    @property
     def last_plan(self) -> Plan | None:
         """The plan that ran last (of several in one call, that with the largest peak); ``None`` before the first."""
         return self._plans.last

@@ -150,16 +150,23 @@ class Frame:
         )
         with contextlib.ExitStack() as stack:
             stack.enter_context(compile_lock)
-            stack.enter_context(torch.enable_grad())
-            for kind, enabled, dtype in self._autocast:
-                if enabled or torch.is_autocast_enabled(kind):
-                    around = torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._autocast_cache)
-                    stack.enter_context(around)
+            stack.enter_context(self.around())
             stack.enter_context(tracing())
             stack.enter_context(_tangents_lie(layouts))
             with contextlib.suppress(_Traced):
                 self._traced(backend, self._examples, lambda: bool(found))
         return found[0]
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """Gradients are enabled meanwhile, and autocast is set as when the graph was captured."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            for kind, enabled, dtype in self._autocast:
+                if enabled or torch.is_autocast_enabled(kind):
+                    around = torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._autocast_cache)
+                    stack.enter_context(around)
+            yield
 
     def _traced(self, backend: Callable[..., Any], inputs: Sequence[Any], handed_over: Callable[[], bool]) -> Any:
         """What AOTAutograd makes of the module: ops that are alike are traced once, or each anew where that fails.

@@ -1,0 +1,247 @@
+"""Gradients of a captured loss that are differentiated again outside of it: ``backward(create_graph=True)``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from lightning_remat import rematerialize
+from lightning_remat.callbacks import RematCallback
+from lightning_remat.planner import RematWarning
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+
+AGAIN = "differentiated again"
+TARGETS = torch.arange(8) % 4
+
+
+def random(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Classifier(nn.Module):
+    """Batch norm, dropout, and SiLU, whose gradient eager mode computes otherwise where it is differentiated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second = nn.Linear(16, 32), nn.Linear(32, 32)
+        drops = nn.Dropout(0.2), nn.Dropout(0.2)
+        self.layers = nn.Sequential(
+            first, nn.BatchNorm1d(32), nn.SiLU(), drops[0], second, nn.Tanh(), drops[1], nn.Linear(32, 4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.layers(x), TARGETS)
+
+
+class Averaging(Classifier):
+    """Keeps an average of its input, and a parameter without a gradient that it moves, neither of them twice a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+        self.frozen = nn.Parameter(torch.ones(16), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+            self.frozen.mul_(0.9)
+        return super().forward(x)
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1), nn.SiLU()
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.layers(x.view(8, 3, 4, 4)).mean((2, 3)), TARGETS)
+
+
+class Tied(nn.Module):
+    """A weight that is read twice, with ids for inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(16, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids = x[:, 0].abs().mul(4).long().clamp(max=15)
+        return functional.cross_entropy(functional.linear(self.layer(self.embed(ids)).tanh(), self.embed.weight), ids)
+
+
+class Mixed(Classifier):
+    """Under autocast, which is entered in the step."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+def hessian_steps(
+    module: nn.Module, call: Callable[..., torch.Tensor], width: int, every: int = 1
+) -> list[torch.Tensor]:
+    """Four steps by the gradient and by the Hessian's product with a random vector: all that came of them."""
+    parameters = [one for one in module.parameters() if one.requires_grad]
+    found = []
+    for step in range(4):
+        torch.manual_seed(step)
+        loss = call(random(8, width, seed=step))
+        twice = step % every == every - 1
+        loss.backward(create_graph=twice)
+        gradients = [one.grad for one in parameters]
+        found += [loss.detach(), *(one.detach().clone() for one in gradients)]
+        if twice:
+            vectors = [torch.randn_like(one) for one in parameters]
+            found += torch.autograd.grad(gradients, parameters, vectors)
+        with torch.no_grad():
+            for one, change in zip(parameters, found[-len(parameters) :], strict=True):
+                one.sub_(0.01 * change)
+                one.grad = None
+    return [*found, *(one.detach().clone() for one in module.state_dict().values()), torch.get_rng_state()]
+
+
+def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+class TestDifferentiated:
+    @pytest.mark.parametrize(
+        ("make", "width"), [(Classifier, 16), (Averaging, 16), (Convolutions, 48), (Tied, 2), (Mixed, 16)]
+    )
+    def test_second_derivatives_are_those_of_eager_mode(self, make: type[nn.Module], width: int) -> None:
+        torch.manual_seed(0)
+        module = make()
+        other = copy.deepcopy(module)
+        step = rematerialize(other, budget="min", cost_model="unit")
+        with pytest.warns(RematWarning, match=AGAIN) as warned:
+            found = hessian_steps(other, step, width)
+        assert [one.category for one in warned].count(RematWarning) == 1 and step.runs == (1,)
+        assert_same(found, hessian_steps(module, module, width))
+
+    def test_a_later_step(self) -> None:
+        torch.manual_seed(0)
+        module = Classifier()
+        other = copy.deepcopy(module)
+        step = rematerialize(other, budget="min", cost_model="unit")
+        with pytest.warns(RematWarning, match=AGAIN):
+            found = hessian_steps(other, step, 16, every=3)
+        assert step.runs == (3,)
+        assert_same(found, hessian_steps(module, module, 16, every=3))
+
+    def test_the_error_is_announced_where_the_inputs_are_gone(self) -> None:
+        module = Classifier()
+        step = rematerialize(lambda x: module(x + 1), budget=1.0, cost_model="unit")
+        x = random(8, 16, seed=0).requires_grad_()
+        step(x * 2).backward()
+        loss = step(x * 2)
+        with (
+            pytest.warns(RematWarning, match=AGAIN),
+            pytest.warns(RematWarning, match="what the graph was given is gone"),
+        ):
+            loss.backward(create_graph=True)
+        weight = module.layers[0].weight
+        assert weight.grad is not None
+        with pytest.raises(RuntimeError, match="double backward"):
+            torch.autograd.grad(weight.grad.square().sum(), weight)
+        for one in module.parameters():
+            one.grad = None
+
+    def test_a_penalty_beside_a_score_is_told_of(self) -> None:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 1))
+        other = copy.deepcopy(module)
+        step = rematerialize(other, budget=1.0, cost_model="unit")
+
+        def penalized(call: Callable[..., torch.Tensor]) -> None:
+            x = random(8, 16, seed=1).requires_grad_()
+            score = call(x)
+            (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+            (score.mean() + slope.square().sum()).backward()
+
+        with pytest.warns(RematWarning, match=AGAIN), pytest.warns(RematWarning, match="may have other last bits"):
+            penalized(step)
+        penalized(module)
+        for one, two in zip(module.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, two.grad)
+
+
+class AdaHessian(torch.optim.Optimizer):
+    """Divides by an average of the Hessian's diagonal, as Hutchinson's method estimates it (Yao et al., 2021)."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.05})
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        parameters = [one for group in self.param_groups for one in group["params"] if one.grad is not None]
+        vectors = [torch.randint_like(one, high=2) * 2.0 - 1 for one in parameters]
+        products = torch.autograd.grad([one.grad for one in parameters], parameters, vectors)
+        with torch.no_grad():
+            for one, vector, product in zip(parameters, vectors, products, strict=True):
+                state = self.state[one]
+                state["diagonal"] = 0.9 * state.get("diagonal", 0) + 0.1 * (product * vector).abs()
+                one.sub_(0.05 * one.grad.detach() / (state["diagonal"].sqrt() + 0.01))
+                one.grad = None
+        return loss
+
+
+class OfSecondOrder(pl.LightningModule):
+    def __init__(self, automatic: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = automatic
+        self.net = Classifier()
+
+    def training_step(self, batch: torch.Tensor, _batch_idx: int) -> torch.Tensor:
+        loss = self.net(batch)
+        self.log("loss", loss)
+        if not self.automatic_optimization:
+            self.manual_backward(loss, create_graph=True)
+            self.optimizers().step()  # type: ignore[union-attr]
+        return loss
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(*args, **{**kwargs, "create_graph": True})
+
+    def configure_optimizers(self) -> Any:
+        return AdaHessian(self.parameters())
+
+
+@pytest.mark.parametrize("automatic", [True, False])
+@pytest.mark.filterwarnings("ignore:the memory of AdaHessian's state cannot be found:lightning_remat.RematWarning")
+def test_a_trainer_with_an_optimizer_of_second_order(automatic: bool) -> None:
+    def trained(*callbacks: pl.Callback) -> list[torch.Tensor]:
+        pl.seed_everything(0, verbose=False)
+        module = OfSecondOrder(automatic)
+        trainer = pl.Trainer(
+            max_steps=4,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=list(callbacks),
+        )
+        trainer.fit(module, DataLoader(random(32, 16, seed=1), batch_size=8))  # type: ignore[arg-type]
+        return [*module.state_dict().values(), trainer.callback_metrics["loss"], torch.get_rng_state()]
+
+    callback = RematCallback(budget="min")
+    with pytest.warns(RematWarning, match=AGAIN):
+        found = trained(callback)
+    assert callback.runs == (1,)
+    assert_same(found, trained())
