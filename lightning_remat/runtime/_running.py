@@ -13,11 +13,12 @@ from torch.autograd.graph import get_gradient_edge
 from lightning_remat.capture import _torch as internals
 from lightning_remat.capture._tangents import Given
 from lightning_remat.capture.gradients._autocast import Casts, casts_in_backward, is_cast_for_each_use, shares_casts
-from lightning_remat.capture.gradients._differentiated import Evaluation
+from lightning_remat.capture.gradients._differentiated import OTHER_BITS, Evaluation
 from lightning_remat.capture.gradients._ports import Ports
 from lightning_remat.capture.gradients._stages import StagedBackward, Stages
-from lightning_remat.capture.gradients._sums import HandedOut, Sums, adds_elsewhere
+from lightning_remat.capture.gradients._sums import HandedOut, Sums, adds_elsewhere, several_of
 from lightning_remat.capture.gradients._taken import Taken
+from lightning_remat.errors import CaptureError
 from lightning_remat.planner._plan import Plan
 from lightning_remat.runtime._call import Call
 from lightning_remat.runtime._graph import Graph
@@ -173,13 +174,13 @@ class Runner:
         if graph.changes is not None:
             graph.changes.begin(args, call.batch, graph.is_new)
         differentiated = graph.differentiated if staged is None else None
-        evaluation = differentiated.begins(args) if differentiated is not None else None
+        evaluation = differentiated.begins(args, handed_out, graph.is_new) if differentiated is not None else None
         outputs = self._compiled(*given)
         if graph.changes is not None and graph.is_new:
             graph.changes.watch(args, call.batch, outputs)
         ports = Ports(outputs, self._views)
-        if differentiated is not None:
-            differentiated.ran(given, outputs[: len(outputs) - len(self._views)])
+        if evaluation is not None:
+            evaluation.ran(given, outputs[: len(outputs) - len(self._views)])
         if self._casts:
             for one in outputs:
                 if (node := internals.captured_node(one)[0]) is not None:
@@ -223,6 +224,7 @@ class Runner:
         given: Mapping[int, Given],
         ported: Mapping[int, torch.Tensor],
         node: Any,
+        gradients: Sequence[Any],
     ) -> None:
         """Called when a backward begins, before anything of it has run.
 
@@ -235,24 +237,10 @@ class Runner:
             given: shape and strides of the gradients, by the position of the output.
             ported: gradients of ports, by their positions among the outputs.
             node: the graph's node in autograd's graph.
+            gradients: those that come to the node, by the numbers of its outputs.
         """
         graph, reasons = self._graph, self._step.reasons
-        if torch.is_grad_enabled():
-            evaluation = run.evaluation if not ported else None
-            this = (
-                "those of this call are computed as in eager mode" if evaluation else "this backward ends in an error"
-            )
-            reasons.give_up(
-                f"its gradients are differentiated again (create_graph=True), which captured code cannot do: {this}, and later "
-                "calls run as before; compute such a penalty inside of what is captured, where it is planned too"
-            )
-            if evaluation is not None:
-                evaluation.differentiable(node, reasons.give_up)
-        if run.evaluation is not None and run.evaluation.again:
-            reasons.give_up(
-                "a loss is made of what it returns and of gradients that are differentiated again, whose sums eager mode adds "
-                "up in another order: gradients of this step may have other last bits, and later calls run as before"
-            )
+        together = self._again(run, node, gradients, bool(ported))
         if torch.is_autocast_enabled(graph.captured.device.type) and casts_in_backward(graph.captured.graph):
             reasons.give_up(
                 "its backward is called under torch.autocast, where eager mode computes some of it in low precision: gradients "
@@ -260,6 +248,10 @@ class Runner:
             )
         run.handed_out.begin()
         self._step.taken.begin()
+        if together is not None:
+            places = graph.captured.gradient_arguments
+            places = places[: len(places) - graph.exchange.summands]
+            graph.exchange.instead = [None if i is None else together.get(i) for i in places]
         dropped = graph.leave_out(unused)
         graph.exchange.taken, graph.exchange.staged = run.handed_out.taken, run.staged
         self._notice_what_is_shared(run.handed_out, node)
@@ -270,7 +262,7 @@ class Runner:
             graph.exchange.done = functools.partial(run.measured.ends, run.position, "backward")
         without = {graph.captured.gradient_arguments[i] for i in dropped}
         if graph.accumulator is not None:
-            graph.accumulator.begin(run.added, without)
+            graph.accumulator.begin(run.added if together is None else {}, without)
         if internals.needs_kept(node):
             reasons.give_up(
                 "two backwards come through one captured graph, each from a part of its outputs (such as one generated batch "
@@ -283,6 +275,44 @@ class Runner:
         run.compare()
         if graph.changes is not None:
             graph.changes.look()
+
+    def _again(
+        self, run: _Run, node: Any, gradients: Sequence[Any], ported: bool
+    ) -> Mapping[int, torch.Tensor | None] | None:
+        """See to gradients that are to be differentiated, or have been; returns those that stand in for the captured ones.
+
+        Args:
+            run: the forward.
+            node: the graph's node in autograd's graph, whose backward begins.
+            gradients: those that come to it.
+            ported: whether some come through ports.
+        """
+        reasons, evaluation = self._step.reasons, run.evaluation if not ported else None
+        differentiated, together = run.evaluation is not None and run.evaluation.is_differentiated, None
+        if torch.is_grad_enabled():
+            this = (
+                "those of this call are computed as in eager mode" if evaluation else "this backward ends in an error"
+            )
+            reasons.give_up(
+                f"its gradients are differentiated again (create_graph=True), which captured code cannot do: {this}, and later "
+                "calls run as before; compute such a penalty inside of what is captured, where it is planned too"
+            )
+            if evaluation is not None:
+                evaluation.differentiable(node, reasons.give_up)
+        elif differentiated and evaluation is not None:
+            together = evaluation.together(gradients)
+        elif differentiated:
+            raise CaptureError(
+                "gradients that are differentiated again come through views that a captured graph returned"
+            )
+        elif evaluation is not None:
+            evaluation.over()
+        if (torch.is_grad_enabled() or differentiated) and several_of(node) and adds_elsewhere(node):
+            reasons.give_up(
+                "something is read several times in one part of the step, and elsewhere, whose gradients are differentiated "
+                f"again: {OTHER_BITS}"
+            )
+        return together
 
     def _notice_what_is_shared(self, handed_out: HandedOut, node: Any) -> None:
         """Give up, or have autograd add up gradients, where tensors that the graph reads are used outside of it too."""

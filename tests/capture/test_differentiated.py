@@ -89,6 +89,57 @@ class Mixed(Classifier):
             return super().forward(x)
 
 
+class Potential(nn.Module):
+    """An energy, and the forces that are its gradient, which the loss is made of."""
+
+    def __init__(self, breaks: str) -> None:
+        super().__init__()
+        self.first, self.last, self.breaks = nn.Linear(3, 8), nn.Linear(8, 1), breaks
+
+    def energy(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).tanh()
+        if self.breaks != "before the forces":
+            torch._dynamo.graph_break()
+        return self.last(hidden).sum()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().clone().requires_grad_()
+        energy = self.energy(x)
+        if self.breaks != "within":
+            torch._dynamo.graph_break()
+        (slope,) = torch.autograd.grad(energy, x, create_graph=True)
+        return energy.square() + slope.square().sum()
+
+
+class Pairs(Potential):
+    """Reads the positions, and its weights, several times in each part."""
+
+    def energy(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x[:2] - x[2:]).tanh() * self.first(x[:2])
+        torch._dynamo.graph_break()
+        return self.last(hidden * self.first(x[2:] * x[:2])).sum() + self.last(hidden).square().sum()
+
+
+class InnerSteps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def adapted(self, weights: dict[str, torch.Tensor], x: torch.Tensor) -> dict[str, torch.Tensor]:
+        loss = functional.cross_entropy(torch.func.functional_call(self.net, weights, (x,)), TARGETS)
+        torch._dynamo.graph_break()
+        slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+        return {name: one - 0.1 * slope for (name, one), slope in zip(weights.items(), slopes, strict=True)}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.adapted(self.adapted(dict(self.net.named_parameters()), x), x)
+        return functional.cross_entropy(torch.func.functional_call(self.net, weights, (x + 1,)), TARGETS)
+
+
+def gradients_of(module: nn.Module) -> list[torch.Tensor]:
+    return [one.grad for one in module.parameters() if one.grad is not None]
+
+
 def hessian_steps(
     module: nn.Module, call: Callable[..., torch.Tensor], width: int, every: int = 1
 ) -> list[torch.Tensor]:
@@ -159,11 +210,12 @@ class TestDifferentiated:
         for one in module.parameters():
             one.grad = None
 
-    def test_a_penalty_beside_a_score_is_told_of(self) -> None:
+    def test_a_penalty_beside_a_score(self) -> None:
+        """The score's gradient and the penalty's meet at each activation, as in eager mode, and not at the weights."""
         torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 1))
+        module = nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 32), nn.SiLU(), nn.Linear(32, 1))
         other = copy.deepcopy(module)
-        step = rematerialize(other, budget=1.0, cost_model="unit")
+        step = rematerialize(other, budget="min", cost_model="unit")
 
         def penalized(call: Callable[..., torch.Tensor]) -> None:
             x = random(8, 16, seed=1).requires_grad_()
@@ -171,11 +223,75 @@ class TestDifferentiated:
             (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
             (score.mean() + slope.square().sum()).backward()
 
-        with pytest.warns(RematWarning, match=AGAIN), pytest.warns(RematWarning, match="may have other last bits"):
+        with pytest.warns(RematWarning, match=AGAIN):
             penalized(step)
         penalized(module)
-        for one, two in zip(module.parameters(), other.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, two.grad)
+        assert step.runs == (1,)
+        assert_same(gradients_of(other), gradients_of(module))
+
+    def test_a_loss_outside(self) -> None:
+        torch.manual_seed(0)
+        module = Classifier().layers
+        other = copy.deepcopy(module)
+        step = rematerialize(other, budget="min", cost_model="unit")
+        with pytest.warns(RematWarning, match=AGAIN):
+            found = hessian_steps(other, lambda x: functional.cross_entropy(step(x), TARGETS), 16)
+        assert_same(found, hessian_steps(module, lambda x: functional.cross_entropy(module(x), TARGETS), 16))
+
+    @pytest.mark.parametrize("breaks", ["within", "before the forces", "at both"])
+    def test_forces_in_a_step_in_parts(self, breaks: str) -> None:
+        """The step differentiates, with a graph, what an earlier part of it has computed."""
+        torch.manual_seed(0)
+        module = Potential(breaks)
+        other = copy.deepcopy(module)
+        step = rematerialize(other, budget="min", cost_model="unit")
+        with pytest.warns(RematWarning, match=AGAIN):
+            step(random(4, 3, seed=1)).backward()
+        module(random(4, 3, seed=1)).backward()
+        assert sum(step.runs) >= 1
+        assert_same(gradients_of(other), gradients_of(module))
+
+    def test_inner_steps_in_parts(self) -> None:
+        """Two steps by gradients before the loss, each with a graph: the second differentiates those of the first."""
+        torch.manual_seed(0)
+        module = InnerSteps()
+        other = copy.deepcopy(module)
+        step = rematerialize(other, budget="min", cost_model="unit")
+        with pytest.warns(RematWarning, match=AGAIN):
+            step(random(8, 16, seed=1)).backward()
+        module(random(8, 16, seed=1)).backward()
+        assert sum(step.runs) >= 1
+        assert_same(gradients_of(other), gradients_of(module))
+
+    def test_what_two_parts_read_often_is_told_of(self) -> None:
+        torch.manual_seed(0)
+        module = Pairs("within")
+        other = copy.deepcopy(module)
+        step = rematerialize(other, budget="min", cost_model="unit")
+        with pytest.warns(RematWarning, match=AGAIN), pytest.warns(RematWarning, match="may have other last bits"):
+            step(random(4, 3, seed=1)).backward()
+        module(random(4, 3, seed=1)).backward()
+        assert sum(step.runs) >= 2
+        for one, two in zip(gradients_of(other), gradients_of(module), strict=True):
+            torch.testing.assert_close(one, two)
+
+    def test_third_derivatives_are_told_of(self) -> None:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
+        other = copy.deepcopy(module)
+        step = rematerialize(other, budget=1.0, cost_model="unit")
+
+        def third(call: Callable[..., torch.Tensor]) -> None:
+            x = random(8, 16, seed=1).requires_grad_()
+            (slope,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+            (curvature,) = torch.autograd.grad(slope.square().sum(), x, create_graph=True)
+            curvature.square().sum().backward()
+
+        with pytest.warns(RematWarning, match=AGAIN), pytest.warns(RematWarning, match="may have other last bits"):
+            third(step)
+        third(module)
+        for one, two in zip(gradients_of(other), gradients_of(module), strict=True):
+            torch.testing.assert_close(one, two)
 
 
 class AdaHessian(torch.optim.Optimizer):

@@ -34,7 +34,7 @@ def backward_number() -> int:
 def on_backward(
     inputs: Sequence[Any],
     outputs: Sequence[Any],
-    told: Callable[[frozenset[int], dict[int, Given], dict[int, torch.Tensor], Any], None],
+    told: Callable[[frozenset[int], dict[int, Given], dict[int, torch.Tensor], Any, Sequence[Any]], None],
     ported: Callable[[], dict[int, torch.Tensor]] = dict,
 ) -> None:
     """Call ``told`` whenever a backward of a captured function's outputs begins.
@@ -46,7 +46,7 @@ def on_backward(
         outputs: what the function returned.
         told: given the positions of the outputs that the backward does not come through (their gradients are ``None``,
             not zeros), shapes and strides of the gradients of the others, by position, the gradients from ``ported``,
-            and the node of autograd's graph.
+            the node of autograd's graph, and its gradients, by their numbers there.
         ported: called when the backward begins: gradients that autograd does not hand over, by position (see
             ``capture.gradients._ports``).
     """
@@ -66,7 +66,7 @@ def on_backward(
         for position, gradient in given.items():
             if type(gradient) is torch.Tensor and gradient.layout is torch.strided:
                 lie[position] = tuple(gradient.shape), gradient.stride()
-        told(unused, lie, others, of())
+        told(unused, lie, others, of(), gradients)
 
     for node, places in nodes.items():  # a hook is the node's, and must not keep it alive
         node.register_prehook(functools.partial(before, places, weakref.ref(node)))

@@ -137,6 +137,7 @@ class Exchange:
         taken: called by the next backward with the summands that it returns beyond its gradients.
         ported: tangents of the next backward that autograd gives zeros for, by their positions among its arguments,
             counted from the end (see ``capture.gradients._ports``).
+        instead: what the next backward returns in place of what it would compute.
         done: called when the next backward has run.
         staged: runs the next backward in stages; ``None`` where it runs as a whole.
         in_stages: makes a backward that does so.
@@ -159,6 +160,7 @@ class Exchange:
         self.summed: Mapping[int, Sequence[int]] = {}
         self.taken: Callable[[Sequence[Any]], None] | None = None
         self.ported: Mapping[int, torch.Tensor] = {}
+        self.instead: Sequence[Any] | None = None
         self.done: Callable[[], None] | None = None
         self.staged: Staged | None = None
         self.in_stages: Callable[[torch.fx.GraphModule], torch.fx.GraphModule] = lambda module: module
@@ -352,6 +354,11 @@ class Exchange:
         done, self.done = self.done, None
         staged, self.staged = self.staged, None
         run = self._backward(number)
+        instead, self.instead = self.instead, None
+        if instead is not None:
+            if done is not None:
+                done()
+            return instead
         if staged is not None and self.observe is None:
             if run.in_stages is None:
                 run.in_stages = boxed(self.in_stages(run.module))

@@ -4,13 +4,15 @@ A captured graph is one node of autograd's graph, and its gradients have no grap
 differentiated, the forward is evaluated once more, op by op, with the random numbers of the call. If autograd computes from
 that what the captured backward has computed, bit for bit, its differentiable gradients are returned instead. (These may have
 other last bits, in eager mode too: formulas that can be differentiated are others, as that of SiLU.)
+
+What comes back to these gradients, in the backward after that, is kept until that backward has come to the node itself, and
+goes with what comes to the node through that second evaluation in one backward: sums are made where eager mode makes them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -18,13 +20,33 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from lightning_remat.capture._torch import captured_node, copied
+from lightning_remat.capture._torch import backward_number, captured_node, copied, graph_is_kept, is_to_run
+from lightning_remat.capture.gradients._sums import HandedOut
+from lightning_remat.errors import CaptureError
 
 Tensor = torch.Tensor
+Tell = Callable[[str], None]
+
+OTHER_BITS = "gradients of this step may have other last bits, and later calls run as before"
 
 
 class NotAgainError(Exception):
     """Says why gradients cannot be computed once more."""
+
+
+@dataclasses.dataclass
+class _Pass:
+    """Gradients that were computed once more, in one backward.
+
+    Attributes:
+        gradients: those that have a graph.
+        tangents: what they were computed from: gradients of the outputs, apart from those that autograd knows.
+        cotangents: the gradients of ``gradients``, in the backward that runs.
+    """
+
+    gradients: list[Tensor]
+    tangents: list[Tensor]
+    cotangents: Sequence[Tensor | None] = ()
 
 
 @dataclasses.dataclass
@@ -33,17 +55,48 @@ class Evaluation:
 
     Attributes:
         graph: what was evaluated.
-        args: its arguments: weak references to those tensors that are no parameters.
+        args: its arguments: weak references to those tensors that are no parameters, but for first calls.
         states: of random number generators, before it.
-        again: whether it has been evaluated once more.
+        handed_out: the gradients that autograd adds up.
+        outputs: weak references to what it returned.
+        given: the arguments of the second evaluation, apart from those that autograd knows.
+        again: what that returned; ``None`` where there was none.
+        passes: the backwards through it that may be differentiated.
+        backward: number of the last backward that has come to its node.
     """
 
     graph: Differentiated
     args: Sequence[Any]
     states: Mapping[torch.device, bytes]
-    again: bool = False
+    handed_out: HandedOut
+    outputs: Sequence[Any] = ()
+    given: Sequence[Any] = ()
+    again: Sequence[Any] | None = None
+    passes: list[_Pass] = dataclasses.field(default_factory=list)
+    backward: int = -1
 
-    def differentiable(self, node: Any, failed: Callable[[str], None]) -> None:
+    @property
+    def is_differentiated(self) -> bool:
+        """Whether the backward that runs has differentiated gradients of it."""
+        return any(one.cotangents for one in self.passes)
+
+    def ran(self, given: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """The forward has run.
+
+        Args:
+            given: the arguments, as its node in autograd's graph has them.
+            outputs: what it returned.
+        """
+        self.outputs = [weakref.ref(one) for one in outputs if _has_gradient(one)]
+        self.graph.ran(given, outputs)
+
+    def over(self) -> None:
+        """Its backward begins, and if it is the last one, nothing of it is needed any more."""
+        self.backward = backward_number()
+        if self.again is None and not graph_is_kept():
+            self.args = ()
+
+    def differentiable(self, node: Any, failed: Tell) -> None:
         """Have the gradients that a node is about to compute replaced by differentiable ones.
 
         Args:
@@ -55,7 +108,7 @@ class Evaluation:
         def computed(gradients: Sequence[Tensor | None], tangents: Sequence[Tensor | None]) -> Any:
             handles.pop().remove()
             try:
-                return self.graph.computed(gradients, tangents, self)
+                return self.graph.gradients(self, node, gradients, tangents, failed)
             except NotAgainError as error:
                 failed(
                     f"its gradients cannot be computed as in eager mode ({error}): differentiated again, they end in an error"
@@ -63,6 +116,20 @@ class Evaluation:
                 return None
 
         handles.append(node.register_hook(computed))
+
+    def together(self, tangents: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
+        """The gradients of the call, and of gradients that were computed from it, in one backward.
+
+        Args:
+            tangents: the gradients that come to its node in autograd's graph, by the number of the node's output.
+
+        Returns:
+            By the position of an argument, its gradient.
+
+        Raises:
+            CaptureError: where that is not possible.
+        """
+        return self.graph.gradients_together(self, tangents)
 
 
 class Differentiated:
@@ -87,22 +154,23 @@ class Differentiated:
         self._outputs: dict[int, int] = {}
         self._arguments: list[int | None] | None = None
 
-    def begins(self, args: Sequence[Any]) -> Evaluation:
-        """What is to be known of a call, before its forward; it keeps nothing alive but parameters."""
+    def begins(self, args: Sequence[Any], handed_out: HandedOut, first: bool) -> Evaluation:
+        """What is to be known of a call, before its forward.
+
+        Args:
+            args: the arguments.
+            handed_out: the gradients that autograd adds up.
+            first: whether it is the graph's first call, in which it keeps the arguments alive; later nothing but parameters.
+        """
         if self._activations is None:  # Dynamo guards on types
             self._activations = [i for i, one in enumerate(args) if _is_activation(one)]
         kept = list(args)
-        for i in self._activations:
+        for i in self._activations if not first else ():
             kept[i] = weakref.ref(kept[i])
-        return Evaluation(self, kept, {device: _state(device) for device in self._devices})
+        return Evaluation(self, kept, {device: _state(device) for device in self._devices}, handed_out)
 
     def ran(self, given: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Look, once, where the graph's arguments and outputs are among those of its node in autograd's graph.
-
-        Args:
-            given: the arguments, as the node has them.
-            outputs: what it returned.
-        """
+        """The forward has run; look, once, where arguments and outputs are among those of its node in autograd's graph."""
         if self._arguments is not None:
             return
         nodes = {node for one in given if (node := _node(one)) is not None}
@@ -115,53 +183,183 @@ class Differentiated:
             node = outputs[made[0][0]].grad_fn
             self._arguments = [edges.get(edge) for edge in node.next_functions]
 
-    def computed(
-        self, gradients: Sequence[Tensor | None], tangents: Sequence[Tensor | None], call: Evaluation
+    def gradients(
+        self,
+        call: Evaluation,
+        node: Any,
+        computed: Sequence[Tensor | None],
+        tangents: Sequence[Tensor | None],
+        failed: Tell,
     ) -> tuple[Tensor | None, ...]:
         """The gradients of a call's node in autograd's graph, differentiable.
 
         Args:
-            gradients: as the captured backward has computed them.
-            tangents: the gradients that it was given.
             call: the call.
+            node: the node.
+            computed: the gradients, as the captured backward has computed them.
+            tangents: the gradients that it was given, by the number of the node's output.
+            failed: told where they may have other last bits.
 
         Raises:
             NotAgainError: where they cannot be computed once more.
         """
-        args = [one() if isinstance(one, weakref.ref) else one for one in call.args]
-        if any(was is not None and one is None for was, one in zip(call.args, args, strict=True)):
-            raise NotAgainError("what the graph was given is gone")
         places = self._arguments or []
-        with_tangents = {i: one for i, one in enumerate(tangents) if one is not None}
-        if not with_tangents.keys() <= self._outputs.keys() or len(places) != len(gradients):
-            raise NotAgainError("its gradients come through views of what it returned")
-        if any(one is not None and place is None for one, place in zip(gradients, places, strict=True)):
+        if len(places) != len(computed) or any(
+            one is not None and place is None for one, place in zip(computed, places, strict=True)
+        ):
             raise NotAgainError("its gradients leave it in parts")
+        args = [one() if isinstance(one, weakref.ref) else one for one in call.args]
+        if len(args) == 0 or any(was is not None and one is None for was, one in zip(call.args, args, strict=True)):
+            raise NotAgainError("what the graph was given is gone")
+        numbers = [number for number, one in enumerate(tangents) if one is not None]
+        if any(number not in self._outputs for number in numbers):
+            raise NotAgainError("its gradients come through views of what it returned")
         if any(i is None or _has_gradient(args[i]) for i in self._written):
             raise NotAgainError("it writes to what it is given")
-        given = _apart(args, self._written)
+        call.args = args
+        if call.again is None:
+            call.given = _apart(args)
+            call.again = self._evaluated(call, call.given)
+        own = [one for one in tangents if one is not None]
+        apart = [one.detach().requires_grad_(one.requires_grad) for one in own]
+        wanted = [i for one, i in zip(computed, places, strict=True) if one is not None and i is not None]
+        of = [self._outputs[number] for number in numbers]
+
+        def gradients(outputs: Sequence[Any], given: Sequence[Any], values: Sequence[Tensor], create: bool) -> Any:
+            roots, leaves = [outputs[i] for i in of], [given[i] for i in wanted]
+            return torch.autograd.grad(roots, leaves, values, retain_graph=True, create_graph=create, allow_unused=True)
+
+        sums = [
+            call.handed_out.sum(i, one)
+            for one, i in zip(computed, places, strict=True)
+            if one is not None and i is not None
+        ]
+        call.handed_out.begin()
+        with torch.no_grad():
+            if not all(map(_same, sums, gradients(call.again, call.given, apart, create=False))):
+                raise NotAgainError("evaluated once more, it has other gradients")
+        found = gradients(call.again, call.given, apart, create=True)
+        one_pass = _Pass([one for one in found if _has_gradient(one)], apart)
+        call.passes.append(one_pass)
+
+        def linked(cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+            failed(
+                f"gradients of its gradients are differentiated, whose sums eager mode adds up in another order: {OTHER_BITS}"
+            )
+            views = _linked(args)
+            again = gradients(self._evaluated(call, views), views, own, create=True)
+            of_these = [*own, *(one for one in views if _has_gradient(one))]
+            return _gradients_of([one for one in again if _has_gradient(one)], of_these, cotangents, create_graph=True)
+
+        def apart_from_node(cotangents: Sequence[Tensor | None], late: bool) -> Sequence[Tensor | None]:
+            if late:
+                failed(
+                    f"gradients of its gradients come late, and eager mode adds them up in another order: {OTHER_BITS}"
+                )
+            leaves = [one for one in call.given if _has_gradient(one)]
+            return _gradients_of(one_pass.gradients, [*apart, *leaves], cotangents)
+
+        anchor = next((one for ref in call.outputs if (one := ref()) is not None), None)
+        apply: Any = _Gradients.apply  # without types before torch 2.14
+        made = apply(
+            one_pass, call, node, apart_from_node, linked, anchor, *own, *(one for one in args if _has_gradient(one))
+        )
+        nodes = iter(made)
+        found = iter([next(nodes) if _has_gradient(one) else one for one in found])
+        return tuple(None if one is None else next(found) for one in computed)
+
+    def gradients_together(self, call: Evaluation, tangents: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
+        """See `Evaluation.together`."""
+        numbers = [number for number, one in enumerate(tangents) if one is not None]
+        if call.again is None or any(number not in self._outputs for number in numbers):
+            raise CaptureError(
+                "gradients that are differentiated again come through views of what a captured graph returned"
+            )
+        roots = [call.again[self._outputs[number]] for number in numbers]
+        values: list[Any] = [tangents[number] for number in numbers]
+        for one in call.passes:
+            for gradient, cotangent in zip(one.gradients, one.cotangents, strict=True) if one.cotangents else ():
+                if cotangent is not None:
+                    roots.append(gradient)
+                    values.append(cotangent)
+            one.cotangents = ()
+        wanted = [i for i in self._arguments or [] if i is not None]
+        leaves, kept = [call.given[i] for i in wanted], graph_is_kept()
+        found = torch.autograd.grad(roots, leaves, values, retain_graph=kept, allow_unused=True)
+        if not kept:
+            call.again, call.given, call.args = None, (), ()
+            call.passes.clear()
+        return dict(zip(wanted, found, strict=True))
+
+    def _evaluated(self, call: Evaluation, given: Sequence[Any]) -> Sequence[Any]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.random.fork_rng([one for one in call.states if one.type == "cuda"]))
             stack.enter_context(self._around())
             for device, state in call.states.items():
                 _set_state(device, state)
-            outputs = self._plainly(*given)
-        wanted = [i for one, i in zip(gradients, places, strict=True) if one is not None and i is not None]
-        again = functools.partial(
-            torch.autograd.grad,
-            [outputs[self._outputs[i]] for i in with_tangents],
-            [given[i] for i in wanted],
-            list(with_tangents.values()),
-            retain_graph=True,
-            allow_unused=True,
-        )
-        with torch.no_grad():
-            same = all(map(_same, (one for one in gradients if one is not None), again(create_graph=False)))
-        if not same:
-            raise NotAgainError("evaluated once more, it has other gradients")
-        call.again = True
-        found = iter(again(create_graph=True))
-        return tuple(None if one is None else next(found) for one in gradients)
+            copies = [copied(one) if i in self._written else one for i, one in enumerate(given)]
+            outputs: Sequence[Any] = self._plainly(*copies)
+        return outputs
+
+
+class _Gradients(torch.autograd.Function):
+    """Hands on gradients that were computed once more, as one node of autograd's graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        one_pass: _Pass,
+        call: Evaluation,
+        node: Any,
+        apart: Callable[..., Any],
+        linked: Callable[..., Any],
+        _anchor: Tensor | None,
+        *values: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """The gradients.
+
+        Args:
+            ctx: autograd's.
+            one_pass: what was computed.
+            call: the call of the graph whose gradients these are.
+            node: its node in autograd's graph.
+            apart: computes the gradients of ``values``, where the node does not.
+            linked: likewise, where they are to be differentiated themselves.
+            _anchor: what the call returned, if it is still there: in a backward the node comes after this one then.
+            values: what the gradients depend on: tangents, and arguments of the graph.
+        """
+        ctx.set_materialize_grads(False)
+        ctx.adds_nothing = True  # to gradients of arguments, where the node does (see `adds_elsewhere`)
+        ctx.one_pass, ctx.call, ctx.node = one_pass, call, node
+        ctx.apart, ctx.linked, ctx.rest = apart, linked, len(values) - len(one_pass.tangents)
+        return tuple(one.detach() for one in one_pass.gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+        none = None, None, None, None, None, None
+        if torch.is_grad_enabled():
+            return *none, *ctx.linked(cotangents)
+        late = ctx.call.backward == backward_number()
+        if late or not is_to_run(ctx.node):
+            return *none, *ctx.apart(cotangents, late)
+        ctx.one_pass.cotangents = cotangents
+        found = _gradients_of(ctx.one_pass.gradients, ctx.one_pass.tangents, cotangents)
+        return *none, *found, *[None] * ctx.rest
+
+
+def _gradients_of(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], values: Sequence[Tensor | None], *, create_graph: bool = False
+) -> list[Tensor | None]:
+    """Gradients of those inputs that have any, where ``values`` are those of the outputs."""
+    given = [(output, value) for output, value in zip(outputs, values, strict=True) if value is not None]
+    wanted = [one for one in inputs if one.requires_grad]
+    if not given or not wanted:
+        return [None] * len(inputs)
+    roots, cotangents = zip(*given, strict=True)
+    found = iter(
+        torch.autograd.grad(roots, wanted, cotangents, retain_graph=True, create_graph=create_graph, allow_unused=True)
+    )
+    return [next(found) if one.requires_grad else None for one in inputs]
 
 
 def _has_gradient(value: Any) -> bool:
@@ -181,24 +379,19 @@ def _is_activation(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter)
 
 
-def _apart(args: Sequence[Any], written: Collection[int | None]) -> list[Any]:
-    """Arguments none of which was computed from another, as autograd sees it; copies of those that are written to.
+def _apart(args: Sequence[Any]) -> list[Any]:
+    """Arguments as leaves of a graph of their own."""
+    return _each_once(args, lambda one: one.detach().requires_grad_())
 
-    Leaves are handed on as they are where nothing else has a gradient: autocast keeps its copies of leaves alone.
-    """
-    leaves = all(one.is_leaf for one in args if _has_gradient(one))
 
-    @functools.cache
-    def apart(place: int) -> Any:
-        value = args[place]
-        if not isinstance(value, Tensor):
-            return value
-        if not value.requires_grad:
-            return copied(value) if place in written else value
-        return value if leaves else value.view_as(value)
+def _linked(args: Sequence[Any]) -> list[Any]:
+    """Views of arguments, none of which was computed from another, as autograd sees it."""
+    return _each_once(args, lambda one: one.view_as(one))
 
-    first = {id(one): i for i, one in reversed(list(enumerate(args)))}
-    return [apart(first[id(one)]) for one in args]
+
+def _each_once(args: Sequence[Any], make: Callable[[Tensor], Tensor]) -> list[Any]:
+    made: dict[int, Tensor] = {}
+    return [made.setdefault(id(one), make(one)) if _has_gradient(one) else one for one in args]
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:

@@ -390,6 +390,13 @@ class HandedOut:
                 given[argument] = handed_in(value, argument in shared)
         return given
 
+    def sum(self, argument: int, first: torch.Tensor) -> torch.Tensor:
+        """An argument's gradient: its first summand and those that are kept."""
+        for position in self._sums.get(argument, ())[1:]:
+            if (summand := self._summands.get(position)) is not None:
+                first = first + summand
+        return first
+
     def of(self, argument: int) -> list[torch.Tensor | None]:
         """The summands of an argument's gradient beyond the first, which are kept no longer.
 
@@ -427,6 +434,11 @@ def adds_elsewhere(node: Any) -> frozenset[int]:
     found = set()
     for one in several:
         targets = [edge for edge in one.next_functions if edge[0] is not None]
-        if known is None or any(not several.issuperset(sources.get(edge, ())) for sources in known for edge in targets):
+        if known is None or any(
+            source not in several and not getattr(source, "adds_nothing", False)
+            for sources in known
+            for edge in targets
+            for source in sources.get(edge, ())
+        ):
             found.add(one.argument)
     return frozenset(found)
