@@ -47,6 +47,7 @@ from lightning_remat.capture.gradients._sums import (
 from lightning_remat.capture.packed._joint import AddedElsewhereError, add_inside_layers, as_in_eager_mode
 from lightning_remat.capture.rewritings import HandOver
 from lightning_remat.capture.tracing._data import REFUSAL, REFUSED
+from lightning_remat.capture.tracing._functions import differentiable_backwards, differentiates, is_differentiable
 from lightning_remat.capture.tracing._inference import without_inference_mode
 from lightning_remat.errors import CaptureError, GraphError, RematError, ScheduleError
 from lightning_remat.graph import ComputationGraph
@@ -122,9 +123,16 @@ class Backend:
         internals.guard_on_choices()
         in_checkpoints = checkpoints(module)
         name_assertions(module)
+        differentiable_backwards(module)
         detach_views_without_gradients(module)
+        in_python = not is_differentiable(module)
+        if in_python and differentiates(module):
+            self.step.reasons.give_up(
+                "the backward of an autograd.Function that calls another one is differentiated: torch captures it otherwise; "
+                "write what that function computes into the backward to have the step planned"
+            )
         if self.step.reasons.gave_up:  # in the middle of a call
-            if in_checkpoints:
+            if in_checkpoints or in_python:
                 raise CaptureError("the rest of a call that runs as before")
             return as_in_eager_mode(module).forward
         if hands_on_views_alone(module) and not in_checkpoints:
@@ -401,7 +409,9 @@ class _Handed:
             changes=None if self._whole or self._sharded else ChangedActivations(exchange),
             code=self._code,
             plainly=plainly,
-            differentiated=Differentiated(plainly, self._frame.around, draws, written) if plainly is not None else None,
+            differentiated=Differentiated(plainly, self._frame.around, draws, written)
+            if plainly is not None and is_differentiable(self._module)
+            else None,
             accumulator=self._reading.accumulator,
             whole=self._whole,
             symbolic=any(map(internals.is_size_of_tensor, self._inputs)),

@@ -300,7 +300,7 @@ class Runner:
             if evaluation is not None:
                 evaluation.differentiable(node, reasons.give_up)
         elif differentiated and evaluation is not None:
-            together = evaluation.together(gradients)
+            together = evaluation.together(node, gradients, reasons.give_up)
         elif differentiated:
             raise CaptureError(
                 "gradients that are differentiated again come through views that a captured graph returned"

@@ -91,7 +91,7 @@ if TYPE_CHECKING or not unknown_torch():
         guard_on_gradients,
         source_name,
     )
-    from lightning_remat.capture._torch._handlers import replaced_handlers
+    from lightning_remat.capture._torch._handlers import DIFFERENTIATE, GRAD_MODE, INLINED_FUNCTION, replaced_handlers
     from lightning_remat.capture._torch._inductor import Compiled, Uncompiled, cast, compile_all
     from lightning_remat.capture._torch._jumps import jumps_decided
     from lightning_remat.capture._torch._late_reduction import reduce_after
@@ -151,9 +151,12 @@ if TYPE_CHECKING or not unknown_torch():
 
 __all__ = [
     "COMPILED_CALL",
+    "DIFFERENTIATE",
     "DISABLED",
     "FUNCTIONALIZED",
+    "GRAD_MODE",
     "INLINED",
+    "INLINED_FUNCTION",
     "ORIGINAL",
     "PRINT",
     "WITH_EFFECTS",

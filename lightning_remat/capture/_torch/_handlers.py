@@ -19,6 +19,10 @@ step was captured, without a look at what it holds now. The order of an ``Ordere
 ``TensorVariable.method_backward``: where ``torch.autograd.grad`` is part of a graph, so is ``loss.backward()`` to Dynamo,
 without the hooks of parameters, and nothing has a gradient then that could be planned.
 
+``GradModeVariable._call_func``: that a function's backward disables gradients is left out of the graph of that backward, which
+is captured with gradients disabled, and where it is differentiated that makes a difference (see ``tracing._functions``).
+``AutogradFunctionVariable.call_apply``: so does a function in that backward, which is inlined.
+
 ``VariableBuilder._type_dispatch``, a table that Dynamo makes once a process: to Dynamo a deque that the step is given holds any
 number of items, whatever its ``maxlen``.
 """
@@ -31,7 +35,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +50,7 @@ from torch._dynamo.variables import misc, user_defined
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.ctx_manager import GradModeVariable
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import WrapperUserFunctionVariable
 from torch._dynamo.variables.optimizer import OptimizerVariable
@@ -54,6 +59,7 @@ from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 from lightning_remat._replaced import replaced
+from lightning_remat.capture._torch._autocast import set_grad_enabled
 from lightning_remat.capture._torch._effects import assert_async
 
 
@@ -139,6 +145,12 @@ def _replacements() -> Iterator[tuple[Any, str, Any]]:
     if of_tensors is not None:
         yield TensorVariable, "tp_methods", {**of_tensors, "backward": type(of_tensors["backward"])(_left_to_autograd)}
     yield UserDefinedObjectVariable, "method_setattr_standard", put
+    yield (
+        misc.AutogradFunctionVariable,
+        "call_apply",
+        functools.partialmethod(_applied, misc.AutogradFunctionVariable.call_apply),
+    )
+    yield GradModeVariable, "_call_func", functools.partialmethod(_switched, GradModeVariable._call_func)
     yield OptimizerVariable, "_set_capturable", lambda _optimizer, _translator: None
     yield VariableBuilder, "_type_dispatch", classmethod(lambda _: types)
     yield WrapperUserFunctionVariable, "call_function", drawn_once
@@ -171,6 +183,48 @@ def _left_to_autograd(_variable: Any, _translator: Any, *_args: Any, **_named: A
         hints=[],
     )
 
+
+def _switched(variable: Any, own: Any, translator: Any, values: Sequence[bool]) -> None:
+    """In an ``autograd.Function``, gradients are enabled, or disabled, also where they are already, and it is noted why."""
+    if not _in_function(translator):
+        own(variable, translator, values)
+        return
+    node = translator.output.create_node("call_function", set_grad_enabled, tuple(values), {})
+    node.meta[GRAD_MODE] = id(variable), values is variable.initial_values
+    set_grad_enabled(*values)
+
+
+def _applied(variable: Any, own: Any, translator: Any, *args: Any) -> Any:
+    """That Dynamo inlines a function in the backward of another is noted: its own backward is not in the graph."""
+    if _in_function(translator) and not torch.is_grad_enabled():
+        node = translator.output.create_node("call_function", set_grad_enabled, (False,), {})
+        node.meta[INLINED_FUNCTION] = True
+    return own(variable, translator, *args)
+
+
+def _in_function(translator: Any) -> bool:
+    """Whether Dynamo traces the forward or backward of an ``autograd.Function``."""
+    tracer = translator.output.current_tracer
+    while tracer is not None and tracer.source_target != _FUNCTION:
+        tracer = tracer.parent
+    return tracer is not None
+
+
+_FUNCTION = "autograd.Function"
+"""What Dynamo calls the source of the graphs of such a function's forward and backward."""
+
+GRAD_MODE = "remat_grad_mode"
+"""Key in the ``meta`` of a node that enables or disables gradients: the id of its region, and whether it ends there."""
+
+DIFFERENTIATE = {
+    torch.autograd.grad,
+    torch._C._functorch._grad_increment_nesting,
+    torch._C._functorch._jvp_increment_nesting,
+}
+"""What a graph of Dynamo's calls to compute gradients."""
+
+INLINED_FUNCTION = "remat_inlined_function"
+"""Key in the ``meta`` of a node behind which Dynamo has inlined such a function."""
 
 _HELD_BY_DICTS = ("_base_vt", "_dict_vt")
 """The attribute with the items of the variable for a dict of another class, as ``collections.OrderedDict``, by releases."""

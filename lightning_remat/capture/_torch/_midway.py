@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 
 _SET_BACK = {
     *("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_vmap_increment_nesting", "_vmap_decrement_nesting"),
-    *("lazy_load_decompositions", "_log_api_usage_once"),  # these set nothing that an op goes by
+    *("is_grad_enabled", "lazy_load_decompositions", "_log_api_usage_once"),  # these set nothing that an op goes by
 }
 
 

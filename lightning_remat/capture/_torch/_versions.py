@@ -26,7 +26,8 @@ NAMES = {
     "_DisableAutocast _EnableTorchFunction _FunctionBase _VariableFunctions _accelerator_setAllocatorSettings "
     "_autograd._get_current_graph_task_keep_graph _autograd._get_sequence_nr _autograd._saved_tensors_hooks_set_tracing "
     "_current_autograd_node _current_graph_task_id _disabled_torch_function_impl _dispatch_has_kernel_for_dispatch_key "
-    "_dispatch_tls_is_dispatch_key_excluded _functorch.peek_interpreter_stack _get_sdp_priority_order "
+    "_dispatch_tls_is_dispatch_key_excluded _functorch._grad_increment_nesting "
+    "_functorch._jvp_increment_nesting _functorch.peek_interpreter_stack _get_sdp_priority_order "
     "_is_torch_function_enabled _nn _storage_Use_Count _will_engine_execute_node _set_grad_enabled",
     "torch._decomp": "",
     "torch._dynamo": "maybe_mark_dynamic optimize",
@@ -57,12 +58,14 @@ NAMES = {
     "VariableBuilder.wrap_symfloat VariableBuilder.wrap_symint is_int_specialization_case wrap_fx_proxy",
     "torch._dynamo.variables.builtin": "BuiltinVariable.call_function",
     "torch._dynamo.variables.constant": "ConstantVariable.create",
+    "torch._dynamo.variables.ctx_manager": "GradModeVariable._call_func",
     "torch._dynamo.variables.dicts": "ConstDictVariable",
     "torch._dynamo.variables.functions": "SkipFunctionVariable.call_function UserFunctionVariable "
     "WrapperUserFunctionVariable.call_function",
     "torch._dynamo.variables.lazy": "LazyVariableTracker.is_realized LazyVariableTracker.peek_value",
     "torch._dynamo.variables.lists": "BaseListVariable TupleVariable",
-    "torch._dynamo.variables.misc": "GetAttrVariable LoggingLoggerVariable RandomVariable.call_method call_random_fn "
+    "torch._dynamo.variables.misc": "AutogradFunctionVariable.call_apply "
+    "GetAttrVariable LoggingLoggerVariable RandomVariable.call_method call_random_fn "
     "NumpyVariable.call_function StringFormatVariable.create StringFormatVariable.python_type",
     "torch._dynamo.variables.nn_module": "UnspecializedNNModuleVariable.call_function",
     "torch._dynamo.variables.optimizer": "OptimizerVariable._set_capturable",

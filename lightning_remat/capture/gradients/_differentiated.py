@@ -14,13 +14,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from lightning_remat.capture._torch import backward_number, captured_node, copied, graph_is_kept, is_to_run
+from lightning_remat.capture._torch import (
+    backward_number,
+    captured_node,
+    copied,
+    graph_is_kept,
+    is_to_run,
+    sources_of_gradients,
+)
 from lightning_remat.capture.gradients._sums import HandedOut
 from lightning_remat.errors import CaptureError
 
@@ -108,7 +116,7 @@ class Evaluation:
         def computed(gradients: Sequence[Tensor | None], tangents: Sequence[Tensor | None]) -> Any:
             handles.pop().remove()
             try:
-                return self.graph.gradients(self, node, gradients, tangents, failed)
+                return _uncaptured(self.graph.gradients)(self, node, gradients, tangents, failed)
             except NotAgainError as error:
                 failed(
                     f"its gradients cannot be computed as in eager mode ({error}): differentiated again, they end in an error"
@@ -117,11 +125,13 @@ class Evaluation:
 
         handles.append(node.register_hook(computed))
 
-    def together(self, tangents: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
+    def together(self, node: Any, tangents: Sequence[Tensor | None], failed: Tell) -> dict[int, Tensor | None]:
         """The gradients of the call, and of gradients that were computed from it, in one backward.
 
         Args:
-            tangents: the gradients that come to its node in autograd's graph, by the number of the node's output.
+            node: its node in autograd's graph, whose backward begins.
+            tangents: the gradients that come to the node, by the number of its output.
+            failed: told where they may have other last bits.
 
         Returns:
             By the position of an argument, its gradient.
@@ -129,7 +139,8 @@ class Evaluation:
         Raises:
             CaptureError: where that is not possible.
         """
-        return self.graph.gradients_together(self, tangents)
+        found: dict[int, Tensor | None] = _uncaptured(self.graph.gradients_together)(self, node, tangents, failed)
+        return found
 
 
 class Differentiated:
@@ -224,6 +235,8 @@ class Differentiated:
         apart = [one.detach().requires_grad_(one.requires_grad) for one in own]
         wanted = [i for one, i in zip(computed, places, strict=True) if one is not None and i is not None]
         of = [self._outputs[number] for number in numbers]
+        if not wanted:
+            return tuple(computed)
 
         def gradients(outputs: Sequence[Any], given: Sequence[Any], values: Sequence[Tensor], create: bool) -> Any:
             roots, leaves = [outputs[i] for i in of], [given[i] for i in wanted]
@@ -268,7 +281,9 @@ class Differentiated:
         found = iter([next(nodes) if _has_gradient(one) else one for one in found])
         return tuple(None if one is None else next(found) for one in computed)
 
-    def gradients_together(self, call: Evaluation, tangents: Sequence[Tensor | None]) -> dict[int, Tensor | None]:
+    def gradients_together(
+        self, call: Evaluation, node: Any, tangents: Sequence[Tensor | None], failed: Tell
+    ) -> dict[int, Tensor | None]:
         """See `Evaluation.together`."""
         numbers = [number for number, one in enumerate(tangents) if one is not None]
         if call.again is None or any(number not in self._outputs for number in numbers):
@@ -283,6 +298,13 @@ class Differentiated:
                     roots.append(gradient)
                     values.append(cotangent)
             one.cotangents = ()
+        inside = _summands(roots[len(numbers) :])
+        outside = [(number, _edge(one)) for number, one in zip(numbers, roots[: len(numbers)], strict=True)]
+        if any(inside[edge] and inside[edge] + _added_outside(node, number) > 2 for number, edge in outside):
+            failed(
+                "gradients that are differentiated come, with others, to what a part of the step returns, and eager mode adds "
+                f"them up in another order: {OTHER_BITS}"
+            )
         wanted = [i for i in self._arguments or [] if i is not None]
         leaves, kept = [call.given[i] for i in wanted], graph_is_kept()
         found = torch.autograd.grad(roots, leaves, values, retain_graph=kept, allow_unused=True)
@@ -338,12 +360,12 @@ class _Gradients(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
         none = None, None, None, None, None, None
         if torch.is_grad_enabled():
-            return *none, *ctx.linked(cotangents)
+            return *none, *_uncaptured(ctx.linked)(cotangents)
         late = ctx.call.backward == backward_number()
         if late or not is_to_run(ctx.node):
-            return *none, *ctx.apart(cotangents, late)
+            return *none, *_uncaptured(ctx.apart)(cotangents, late)
         ctx.one_pass.cotangents = cotangents
-        found = _gradients_of(ctx.one_pass.gradients, ctx.one_pass.tangents, cotangents)
+        found = _uncaptured(_gradients_of)(ctx.one_pass.gradients, ctx.one_pass.tangents, cotangents)
         return *none, *found, *[None] * ctx.rest
 
 
@@ -360,6 +382,34 @@ def _gradients_of(
         torch.autograd.grad(roots, wanted, cotangents, retain_graph=True, create_graph=create_graph, allow_unused=True)
     )
     return [next(found) if one.requires_grad else None for one in inputs]
+
+
+def _uncaptured(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, of which Dynamo captures nothing: the backward may be called by a step that it captures."""
+    disable: Any = torch.compiler.disable
+    uncaptured: Callable[..., Any] = disable(function)
+    return uncaptured
+
+
+def _summands(roots: Sequence[Tensor]) -> Counter[tuple[Any, int]]:
+    """How many gradients come to each edge of autograd's graph in a backward of these tensors, beside those of their own."""
+    left = [one.grad_fn for one in roots if one.grad_fn is not None]
+    seen, found = set(left), Counter[tuple[Any, int]]()
+    while left:
+        for edge in left.pop().next_functions:
+            found[edge] += 1
+            if edge[0] is not None and edge[0] not in seen:
+                seen.add(edge[0])
+                left.append(edge[0])
+    return found
+
+
+def _added_outside(node: Any, number: int) -> int:
+    """How many gradients are added up at an output of a node in the backward that runs; many, where it is not known."""
+    known = sources_of_gradients()
+    if known is None:
+        return 2
+    return sum(not getattr(one, "adds_nothing", False) for sources in known for one in sources.get((node, number), ()))
 
 
 def _has_gradient(value: Any) -> bool:

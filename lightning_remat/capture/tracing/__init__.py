@@ -6,6 +6,7 @@
   and the ``_rows`` that a mask chooses. How they are computed is read from the graph so far (``_values``).
 * Done while the step is captured, as eager mode does in its first call: hooks are installed (``_recorded_outputs``).
 * Run as eager mode runs them: what the user has ``_compiled``, hooks in their order (``_hook_order``), ``_messages``.
+* Differentiated as eager mode does: backwards of ``autograd.Function`` (``_functions``).
 * Captured as the absence of gradients, or refused on releases of torch that cannot capture it: ``_inference`` mode.
 
 Each has a context in which it holds; `runtime` enters them around a capture.
