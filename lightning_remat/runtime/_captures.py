@@ -156,8 +156,6 @@ class Captures:
     def _hand_over(self, module: torch.fx.GraphModule, inputs: Sequence[Any], symbolic: bool) -> Callable[..., Any]:
         self._know_sizes(module)
         self._units.note(self._code, module)
-        if self._code is not None:
-            self._recaptured.note(self._code, self._all_calls)
         weakly = weakref.ref(self)  # here too
         if calls_units(module):
             number = len(self._cuts)
@@ -308,6 +306,7 @@ class Captures:
                 yield
             finally:
                 self._code = around
+            self._recaptured.note(code, self._all_calls)
 
     # -- what is not captured -----------------------------------------------------------------------------------------
 
@@ -432,12 +431,16 @@ class Captures:
             The graphs that run in eager mode from now on.
         """
         planned = {graph.code for graph in graphs}
+        # What goes on after a graph break in a function is planned: so the function is captured too.
+        lines = {(code.co_filename, code.co_firstlineno) for code in planned if code is not None}
         times = FOR_NOTHING // 2 if self._passed_for_nothing else FOR_NOTHING  # what one calls varies with it
         for nothing in self._recaptured.often(self._all_calls, times) - planned:
-            if not internals.is_code_of(nothing, self._function):
+            goes_on = (nothing.co_filename, nothing.co_firstlineno) in lines
+            if not goes_on and not internals.is_code_of(nothing, self._function):
                 self._passed_codes.add(nothing)  # as transforms of the batch
                 self._passed_for_nothing = True
-        codes = self._recaptured.often(self._all_calls, OFTEN) - self._left_codes - self._passed_codes
+        often = self._recaptured.often(self._all_calls, OFTEN) & planned
+        codes = often - self._left_codes - self._passed_codes
         if not codes:
             return set()
         saved = Counter[types.CodeType | None]()

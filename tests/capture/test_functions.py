@@ -259,3 +259,52 @@ def test_a_function_that_calls_another_in_its_backward_and_is_not_differentiated
     found = trained(module, step)
     assert step.runs == (2,) and not step.failures
     assert all(map(torch.equal, found, trained(module, call)))
+
+
+class Assign(Function):
+    """Writes to its input behind autograd's back, as torchdiffeq's adaptive solvers do."""
+
+    @staticmethod
+    def forward(ctx: Any, scratch: torch.Tensor, value: torch.Tensor, index: int) -> torch.Tensor:
+        ctx.index = index
+        scratch.data[..., index] = value
+        return scratch
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, gradient[..., ctx.index], None
+
+
+class Stages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.weight = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.integrated(self.last(x).tanh())
+
+    def integrated(self, x: torch.Tensor) -> torch.Tensor:
+        stages = torch.empty(*x.shape, 2)
+        slope = self.first(x).tanh()
+        for i in range(2):
+            stages = Assign.apply(stages, slope, i)
+            slope = self.first(x + (stages[..., : i + 1] * self.weight).sum(-1)).tanh()
+            if slope.sum().item() > 1e9:  # the loop is left to Python
+                break
+        return (stages * 0.25).sum(-1).square().sum()
+
+
+def test_what_a_function_writes_unseen_stays_unseen() -> None:
+    torch.manual_seed(0)
+    module = Stages()
+    other = copy.deepcopy(module)
+    step = rematerialize(other, budget="min", cost_model="unit")
+
+    def wide(call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda x: call(x.repeat(1, 3)[:, :8])
+
+    with pytest.warns(RematWarning, match="only a part"):
+        found = trained(other, wide(step))
+    assert sum(step.runs) >= 2
+    assert all(map(torch.equal, found, trained(module, wide(module))))

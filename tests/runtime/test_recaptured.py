@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -135,4 +136,50 @@ def test_what_has_no_gradients_is_soon_left(monkeypatch: pytest.MonkeyPatch) -> 
         if run:
             assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == captured
             assert call.failures == () and sum(call.runs) == 24
+    training.assert_same(*found)
+
+
+class Noisy(nn.Module):
+    """Draws noise from a seed of NumPy's, in a function that is captured without a graph, and then as Python runs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.net(x).tanh()
+        for _ in range(2):
+            self.calls += 1
+            seed = np.random.SeedSequence(entropy=self.calls * 7919).generate_state(1)[0]
+            hidden = half(self.net, hidden + 0.1 * noise(seed))
+            if hidden.sum().item() > 1e9:
+                break
+        return hidden.square().sum()
+
+
+def noise(seed: Any) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(int(seed)))
+
+
+def half(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return net(x).tanh()
+
+
+def test_what_has_no_graph_is_soon_left() -> None:
+    found = []
+    for run in (False, True):
+        torch.manual_seed(0)
+        module = Noisy()
+        call = rematerialize(module, 1.0, cost_model="unit", solver="greedy") if run else module
+        losses = []
+        for number in range(12):
+            if number == 8:
+                frames = torch._dynamo.utils.counters["frames"]["total"]
+            loss = call(torch.ones(4, 8))
+            loss.backward()
+            losses.append(loss.detach())
+        found.append(losses)
+        if run:
+            assert torch._dynamo.utils.counters["frames"]["total"] == frames
+            assert sum(call.runs) >= 24
     training.assert_same(*found)

@@ -166,6 +166,16 @@ def _is_of_torch(frame: Any) -> bool:
     return next(module.children(), None) is not None or isinstance(module, (torch.nn.RNNBase, _Loss))
 
 
+def _is_of_function(frame: Any) -> bool:
+    """Whether a frame is the forward or backward of an ``autograd.Function``, as autograd calls it: without gradients.
+
+    What the forward writes to behind autograd's back (``.data``, as in torchdiffeq) counts as no change then, as in eager mode.
+    """
+    code: types.CodeType = frame.f_code
+    given = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    return isinstance(given, torch._C._FunctionBase) and code.co_name in ("forward", "backward")
+
+
 @functools.cache
 def codes_of_torch() -> frozenset[types.CodeType]:
     """Code of the forwards of torch's own modules."""
@@ -210,7 +220,7 @@ class _Capture:
         own: Any = dynamo_types
         code: types.CodeType = frame.f_code
         own_code = code.co_filename.startswith(_OF_BACKWARD)  # as where the step calls `backward`
-        left = code in self._left or code.co_filename == _OF_OPTIMIZERS
+        left = code in self._left or code.co_filename == _OF_OPTIMIZERS or _is_of_function(frame)
         passed = code in self._passed
         if left or passed or own_code or code in self._through:
             called = own.FrameAction.SKIP if left else own.FrameAction.DEFAULT
