@@ -188,6 +188,8 @@ class Captures:
     def _with_constants(self, module: torch.fx.GraphModule) -> None:
         """Have the frame traced once more, with Python's numbers as constants, if it has any left."""
         self._known(internals.integers(module, sizes=False))
+        if self.early.leave_floats(internals.floats(module)):
+            internals.trace_again()
         internals.floats_as_constants(module)
 
     def _run_cut(self, number: int, inputs: Sequence[Any]) -> Any:

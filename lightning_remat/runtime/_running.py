@@ -18,7 +18,6 @@ from lightning_remat.capture.gradients._ports import Ports
 from lightning_remat.capture.gradients._stages import StagedBackward, Stages
 from lightning_remat.capture.gradients._sums import HandedOut, Sums, adds_elsewhere, several_of
 from lightning_remat.capture.gradients._taken import Taken
-from lightning_remat.errors import CaptureError
 from lightning_remat.planner._plan import Plan
 from lightning_remat.runtime._call import Call
 from lightning_remat.runtime._graph import Graph
@@ -180,7 +179,7 @@ class Runner:
             graph.changes.watch(args, call.batch, outputs)
         ports = Ports(outputs, self._views)
         if evaluation is not None:
-            evaluation.ran(given, outputs[: len(outputs) - len(self._views)])
+            evaluation.ran(given, outputs[: len(outputs) - len(self._views)], self._views)
         if self._casts:
             for one in outputs:
                 if (node := internals.captured_node(one)[0]) is not None:
@@ -240,7 +239,7 @@ class Runner:
             gradients: those that come to the node, by the numbers of its outputs.
         """
         graph, reasons = self._graph, self._step.reasons
-        together = self._again(run, node, gradients, bool(ported))
+        together = self._again(run, node, gradients, ported)
         if torch.is_autocast_enabled(graph.captured.device.type) and casts_in_backward(graph.captured.graph):
             reasons.give_up(
                 "its backward is called under torch.autocast, where eager mode computes some of it in low precision: gradients "
@@ -277,7 +276,7 @@ class Runner:
             graph.changes.look()
 
     def _again(
-        self, run: _Run, node: Any, gradients: Sequence[Any], ported: bool
+        self, run: _Run, node: Any, gradients: Sequence[Any], ported: Mapping[int, torch.Tensor]
     ) -> Mapping[int, torch.Tensor | None] | None:
         """See to gradients that are to be differentiated, or have been; returns those that stand in for the captured ones.
 
@@ -285,10 +284,16 @@ class Runner:
             run: the forward.
             node: the graph's node in autograd's graph, whose backward begins.
             gradients: those that come to it.
-            ported: whether some come through ports.
+            ported: those that come to ports, by the positions of these.
         """
-        reasons, evaluation = self._step.reasons, run.evaluation if not ported else None
-        differentiated, together = run.evaluation is not None and run.evaluation.is_differentiated, None
+        reasons, evaluation = self._step.reasons, run.evaluation
+        differentiated, together = evaluation is not None and evaluation.is_differentiated, None
+        if any(internals.is_batched(one) for one in gradients) and not torch.is_grad_enabled():
+            reasons.give_up(
+                "several gradients of it are computed at once (is_grads_batched=True, vectorize=True), which captured code "
+                "cannot do: those of this call are computed as in eager mode, and later calls run as before"
+            )
+            return evaluation.in_batches(gradients, ported, reasons.give_up) if evaluation is not None else None
         if torch.is_grad_enabled():
             this = (
                 "those of this call are computed as in eager mode" if evaluation else "this backward ends in an error"
@@ -298,13 +303,9 @@ class Runner:
                 "calls run as before; compute such a penalty inside of what is captured, where it is planned too"
             )
             if evaluation is not None:
-                evaluation.differentiable(node, reasons.give_up)
+                evaluation.differentiable(node, ported, reasons.give_up)
         elif differentiated and evaluation is not None:
-            together = evaluation.together(node, gradients, reasons.give_up)
-        elif differentiated:
-            raise CaptureError(
-                "gradients that are differentiated again come through views that a captured graph returned"
-            )
+            together = evaluation.together(node, gradients, ported, reasons.give_up)
         elif evaluation is not None:
             evaluation.over()
         if (torch.is_grad_enabled() or differentiated) and several_of(node) and adds_elsewhere(node):

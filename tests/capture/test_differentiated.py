@@ -120,6 +120,19 @@ class Pairs(Potential):
         return self.last(hidden * self.first(x[2:] * x[:2])).sum() + self.last(hidden).square().sum()
 
 
+class Laplacian(Potential):
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().clone().requires_grad_()
+        found = self.last(self.first(x).tanh())
+        torch._dynamo.graph_break()
+        (slope,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+        (curvature,) = torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)
+        return (curvature[:, 0] + found[:, 0]).square().sum()
+
+
 class InnerSteps(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -272,6 +285,76 @@ class TestDifferentiated:
             step(random(4, 3, seed=1)).backward()
         module(random(4, 3, seed=1)).backward()
         assert sum(step.runs) >= 2
+        for one, two in zip(gradients_of(other), gradients_of(module), strict=True):
+            torch.testing.assert_close(one, two)
+
+    @pytest.mark.parametrize("views", [lambda h: (h[:, :2], h[:, 2:], h), lambda h: h.chunk(2, 1), lambda h: (h.t(),)])
+    def test_what_it_returns_are_views(self, views: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(16, 12), nn.Tanh(), nn.Linear(12, 4))
+        other = copy.deepcopy(module)
+        step = rematerialize(lambda x: views(other(x)), budget="min", cost_model="unit")
+
+        def penalized(call: Callable[..., Any]) -> None:
+            x = random(8, 16, seed=1).requires_grad_()
+            parts = call(x)
+            (slope,) = torch.autograd.grad(sum(one.sin().sum() for one in parts), x, create_graph=True)
+            (slope.square().sum() + sum(one.square().sum() for one in parts)).backward()
+
+        with pytest.warns(RematWarning, match=AGAIN):
+            penalized(step)
+        penalized(lambda x: views(module(x)))
+        assert step.runs == (1,)
+        assert_same(gradients_of(other), gradients_of(module))
+
+    def test_gradients_one_by_one_are_told_of(self) -> None:
+        """Of an output that is gone: eager mode adds up, at each activation, what comes of all of them."""
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 3))
+        other = copy.deepcopy(module)
+        step = rematerialize(other, budget="min", cost_model="unit")
+
+        def penalized(call: Callable[..., torch.Tensor]) -> None:
+            x = random(8, 16, seed=1).requires_grad_()
+            sums = call(x).sum(0)
+            slopes = [torch.autograd.grad(one, x, create_graph=True)[0] for one in sums]
+            torch.stack(slopes).square().sum().backward()
+
+        with pytest.warns(RematWarning, match=AGAIN), pytest.warns(RematWarning, match="may have other last bits"):
+            penalized(step)
+        penalized(module)
+        for one, two in zip(gradients_of(other), gradients_of(module), strict=True):
+            torch.testing.assert_close(one, two)
+
+    def test_several_gradients_at_once(self) -> None:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Dropout(0.2), nn.Linear(32, 3))
+        other = copy.deepcopy(module)
+        step = rematerialize(other, budget="min", cost_model="unit")
+        rows = torch.eye(3)[:, None].expand(3, 8, 3)
+
+        def jacobian(call: Callable[..., torch.Tensor]) -> torch.Tensor:
+            torch.manual_seed(1)
+            x = random(8, 16, seed=1).requires_grad_()
+            scores = call(x)
+            (found,) = torch.autograd.grad(scores, x, rows, retain_graph=True, is_grads_batched=True)
+            scores.sum().backward()
+            return found
+
+        with pytest.warns(RematWarning, match="several gradients of it are computed at once"):
+            found = jacobian(step)
+        assert step.runs == (1,)
+        assert torch.equal(found, jacobian(module))
+        assert_same(gradients_of(other), gradients_of(module))
+
+    def test_a_laplacian_behind_a_graph_break(self) -> None:
+        torch.manual_seed(0)
+        module = Laplacian()
+        other = copy.deepcopy(module)
+        step = rematerialize(other, budget="min", cost_model="unit")
+        with pytest.warns(RematWarning, match=AGAIN), pytest.warns(RematWarning, match="may have other last bits"):
+            step(random(4, 3, seed=1)).backward()
+        module(random(4, 3, seed=1)).backward()
         for one, two in zip(gradients_of(other), gradients_of(module), strict=True):
             torch.testing.assert_close(one, two)
 

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from lightning_remat import rematerialize
 from lightning_remat.capture.tracing._values import _may_abort
+from lightning_remat.planner import RematWarning
+from lightning_remat.runtime._backend import Backend
 
 
 def written_by_data(x: Tensor) -> None:
@@ -302,3 +304,32 @@ def test_on_another_device_what_picks_by_numbers_waits_for_its_turn() -> None:
             assert not _may_abort(graph.call_function(operator.getitem, (x, key)))
             assert not _may_abort(graph.call_function(operator.setitem, (x, key, x)))
         assert _may_abort(graph.call_function(torch.gather, (x, 0, index))) == aborts
+
+
+def test_a_graph_that_cannot_be_planned_is_soon_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that are read before the step have new names in each trace, by which they cannot be made constants."""
+    library = torch.library.Library("lightning_remat_tests", "DEF")
+    library.define("added_(Tensor x, Tensor(a!) y) -> Tensor(a!)")
+    library.impl("added_", lambda x, y: y.add_(x.sum()), "CPU")
+    library.impl("added_", lambda x, y: y, "Meta")
+    own, traces = Backend.__call__, []
+
+    def call(backend: Backend, module: torch.fx.GraphModule, *args: Any) -> Any:
+        traces.append(module)
+        return own(backend, module, *args)
+
+    monkeypatch.setattr(Backend, "__call__", call)
+    net = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0), 1, enable_nested_tensor=False)
+    share = torch.tensor(0.7)
+
+    def scaled(x: Tensor, share: Tensor) -> Tensor:
+        found = net(x) * share.item()
+        torch.ops.lightning_remat_tests.added_(x, torch.zeros(8))
+        return found.square().mean()
+
+    step = rematerialize(scaled, "min", time_limit=0.5, cost_model="unit")
+    with pytest.warns(RematWarning):
+        loss = step(torch.ones(2, 4, 8), share)
+    assert torch.equal(loss, scaled(torch.ones(2, 4, 8), share))
+    assert len(traces) < 8
+    library._destroy()

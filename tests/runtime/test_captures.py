@@ -260,29 +260,6 @@ class TestCaptures:
             check(net(forward), inputs(), steps=3)
         assert len(caught) == 1
 
-    @pytest.mark.parametrize("how", ["generator", "try"])
-    def test_torchs_modules_in_a_method_that_cannot_be_captured(self, how: str) -> None:
-        class Inner(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.net = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Dropout(0.2), nn.Linear(32, 4))
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                numbers = torch.arange(1, 4)
-                if how == "generator":
-                    factor = max(int(one) for one in numbers)
-                else:
-                    try:
-                        factor = int(numbers.max())
-                    except ValueError:
-                        factor = 1
-                return self.net(x) * factor
-
-        module = net(lambda self, x: self.first(x).square().mean() + self.inner(x).square().mean(), inner=Inner())
-        step = check(module, inputs(), steps=3)
-        assert not step.failures
-        assert any(op.name.startswith("native_dropout") for plan in step.plans for op in plan.graph.ops)
-
     def test_python_random_numbers(self) -> None:
         import random
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, M
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -83,6 +85,27 @@ def captured_node(output: Any) -> tuple[Any, int]:
     while node is not None and not isinstance(node, BackwardCFunction):
         node, number = node.next_functions[0] if len(node.next_functions) == 1 else (None, 0)
     return node, number
+
+
+def is_batched(gradient: Any) -> bool:
+    """Whether a gradient stands for several (``torch.autograd.grad(..., is_grads_batched=True)``)."""
+    if not isinstance(gradient, torch.Tensor):
+        return False
+    return torch._C._functorch.is_batchedtensor(gradient) or torch._C._functorch.is_legacy_batchedtensor(gradient)
+
+
+@contextlib.contextmanager
+def outside_of_batches() -> Iterator[None]:
+    """While open, nothing is computed for several gradients at once: what draws random numbers refuses to be."""
+    depth = torch._C._vmapmode_increment_nesting() - 1
+    for _ in range(depth + 1):
+        torch._C._vmapmode_decrement_nesting()
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        for _ in range(depth):
+            torch._C._vmapmode_increment_nesting()
 
 
 def accumulates_into(parameter: torch.Tensor) -> bool:

@@ -93,8 +93,7 @@ class Uncaptured:
 
     Attributes:
         captured: code that was captured.
-        left_alone: whether that is (the rest of) the function itself, or a function that it calls, so that nothing is captured
-            there but what these call: torch's own modules too.
+        left_alone: whether that is (the rest of) the function itself, so that nothing is captured but what it calls.
     """
 
     def __init__(self) -> None:
@@ -186,8 +185,6 @@ def codes_of_torch() -> frozenset[types.CodeType]:
     return frozenset(forward.__code__ for forward in forwards if isinstance(forward, types.FunctionType))
 
 
-_TORCH = str(Path(torch.__file__).parent)
-
 _OF_BACKWARD = tuple(
     str(Path(__file__).parents[2] / name)
     for name in ("allocator", "capture", "lowering", "runtime", "strategies", "measure")
@@ -236,7 +233,7 @@ class _Capture:
             skip = own.FrameExecStrategy(own.FrameAction.SKIP, own.FrameAction.DEFAULT)
             return own.ConvertFrameReturn(frame_exec_strategy=skip, apply_to_code=False)
         whole = code_of(self._function)
-        if whole is not None and not code.co_filename.startswith(_TORCH):
+        if whole is not None and is_part_of(code, self._function):
             self._uncaptured.left_alone = True
             _LEFT_ALONE.setdefault(whole, weakref.WeakSet()).add(code)
         return found

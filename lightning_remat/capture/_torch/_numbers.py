@@ -311,9 +311,19 @@ def _values(part: list[VariableTracker] | dict[str, VariableTracker]) -> list[Va
 
 def _float_symbols(graph_module: torch.fx.GraphModule) -> list[str]:
     """The names of the symbols for Python floats among the inputs of a graph of Dynamo's."""
+    return [symbolic_node(number)._expr.name for number in _floats(graph_module)]
+
+
+def _floats(graph_module: torch.fx.GraphModule) -> list[torch.SymFloat]:
     examples = (node.meta.get("example_value") for node in graph_module.graph.find_nodes(op="placeholder"))
     numbers = (getattr(example, "item_memo", None) for example in examples if isinstance(example, FakeTensor))
-    return [symbolic_node(number)._expr.name for number in numbers if isinstance(number, torch.SymFloat)]
+    return [number for number in numbers if isinstance(number, torch.SymFloat)]
+
+
+def floats(graph_module: torch.fx.GraphModule) -> list[str]:
+    """Names of the sources of Python floats among the inputs of a graph of Dynamo's."""
+    nodes = map(symbolic_node, _floats(graph_module))
+    return [source_name(source) for node in nodes for source in node.shape_env.var_to_sources.get(node._expr, ())[:1]]
 
 
 def sizes_from_floats(graph_module: torch.fx.GraphModule) -> bool:

@@ -27,8 +27,10 @@ NAMES = {
     "_autograd._get_current_graph_task_keep_graph _autograd._get_sequence_nr _autograd._saved_tensors_hooks_set_tracing "
     "_current_autograd_node _current_graph_task_id _disabled_torch_function_impl _dispatch_has_kernel_for_dispatch_key "
     "_dispatch_tls_is_dispatch_key_excluded _functorch._grad_increment_nesting "
-    "_functorch._jvp_increment_nesting _functorch.peek_interpreter_stack _get_sdp_priority_order "
-    "_is_torch_function_enabled _nn _storage_Use_Count _will_engine_execute_node _set_grad_enabled",
+    "_functorch._jvp_increment_nesting _functorch.is_batchedtensor "
+    "_functorch.is_legacy_batchedtensor _functorch.peek_interpreter_stack _get_sdp_priority_order "
+    "_is_torch_function_enabled _nn _storage_Use_Count _vmapmode_decrement_nesting "
+    "_vmapmode_increment_nesting _will_engine_execute_node _set_grad_enabled",
     "torch._decomp": "",
     "torch._dynamo": "maybe_mark_dynamic optimize",
     "torch._dynamo.backends.common": "aot_autograd",
@@ -82,6 +84,7 @@ NAMES = {
     "OutputType.alias_of_intermediate_base_is_user_output",
     "torch._functorch.aot_autograd": "run_functionalized_fw_and_collect_metadata",
     "torch._functorch.config": "donated_buffer patch",
+    "torch._functorch.pyfunctorch": "temporarily_clear_interpreter_stack",
     "torch._guards": "Guard GuardsSet.add Source TracingContext.get tracing",
     "torch._inductor.config": "fallback_random patch",
     "torch._ops": "HigherOrderOperator OpOverload",

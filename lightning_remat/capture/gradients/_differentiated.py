@@ -27,6 +27,7 @@ from lightning_remat.capture._torch import (
     copied,
     graph_is_kept,
     is_to_run,
+    outside_of_batches,
     sources_of_gradients,
 )
 from lightning_remat.capture.gradients._sums import HandedOut
@@ -34,6 +35,12 @@ from lightning_remat.errors import CaptureError
 
 Tensor = torch.Tensor
 Tell = Callable[[str], None]
+
+Ported = Mapping[int, Tensor]
+"""Gradients that come to ports, by the ports' positions (see ``_ports``)."""
+
+Tangents = tuple[Sequence[Tensor | None], Ported]
+"""Gradients of a node's outputs in autograd's graph, by their numbers there, and those of other outputs."""
 
 OTHER_BITS = "gradients of this step may have other last bits, and later calls run as before"
 
@@ -66,21 +73,23 @@ class Evaluation:
         args: its arguments: weak references to those tensors that are no parameters, but for first calls.
         states: of random number generators, before it.
         handed_out: the gradients that autograd adds up.
-        outputs: weak references to what it returned.
+        outputs: by position, weak references to what it returned.
         given: the arguments of the second evaluation, apart from those that autograd knows.
         again: what that returned; ``None`` where there was none.
         passes: the backwards through it that may be differentiated.
+        ports: by the position of a port, that of its view among the outputs.
         backward: number of the last backward that has come to its node.
     """
 
     graph: Differentiated
     args: Sequence[Any]
-    states: Mapping[torch.device, bytes]
+    states: Mapping[torch.device, Any]
     handed_out: HandedOut
-    outputs: Sequence[Any] = ()
+    outputs: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     given: Sequence[Any] = ()
     again: Sequence[Any] | None = None
     passes: list[_Pass] = dataclasses.field(default_factory=list)
+    ports: Mapping[int, int] = dataclasses.field(default_factory=dict)
     backward: int = -1
 
     @property
@@ -88,14 +97,16 @@ class Evaluation:
         """Whether the backward that runs has differentiated gradients of it."""
         return any(one.cotangents for one in self.passes)
 
-    def ran(self, given: Sequence[Any], outputs: Sequence[Any]) -> None:
+    def ran(self, given: Sequence[Any], outputs: Sequence[Any], views: Sequence[int]) -> None:
         """The forward has run.
 
         Args:
             given: the arguments, as its node in autograd's graph has them.
             outputs: what it returned.
+            views: the positions of the outputs that have a port.
         """
-        self.outputs = [weakref.ref(one) for one in outputs if _has_gradient(one)]
+        self.ports = dict(enumerate(views, len(outputs)))
+        self.outputs = {i: weakref.ref(one) for i, one in enumerate(outputs) if _has_gradient(one)}
         self.graph.ran(given, outputs)
 
     def over(self) -> None:
@@ -104,11 +115,12 @@ class Evaluation:
         if self.again is None and not graph_is_kept():
             self.args = ()
 
-    def differentiable(self, node: Any, failed: Tell) -> None:
+    def differentiable(self, node: Any, ported: Ported, failed: Tell) -> None:
         """Have the gradients that a node is about to compute replaced by differentiable ones.
 
         Args:
             node: its node in autograd's graph, whose backward begins.
+            ported: gradients that come to ports (see ``_ports``).
             failed: told why they stay as they are: torch raises an error once they are differentiated.
         """
         handles: list[Any] = []
@@ -116,7 +128,7 @@ class Evaluation:
         def computed(gradients: Sequence[Tensor | None], tangents: Sequence[Tensor | None]) -> Any:
             handles.pop().remove()
             try:
-                return _uncaptured(self.graph.gradients)(self, node, gradients, tangents, failed)
+                return _uncaptured(self.graph.gradients)(self, node, gradients, (tangents, ported), failed)
             except NotAgainError as error:
                 failed(
                     f"its gradients cannot be computed as in eager mode ({error}): differentiated again, they end in an error"
@@ -125,12 +137,35 @@ class Evaluation:
 
         handles.append(node.register_hook(computed))
 
-    def together(self, node: Any, tangents: Sequence[Tensor | None], failed: Tell) -> dict[int, Tensor | None]:
+    def in_batches(
+        self, tangents: Sequence[Tensor | None], ported: Ported, failed: Tell
+    ) -> dict[int, Tensor | None] | None:
+        """The gradients of the call for several gradients of its outputs at once (``is_grads_batched=True``).
+
+        Args:
+            tangents: those that come to its node in autograd's graph, by the number of the node's output.
+            ported: likewise, to ports (see ``_ports``).
+            failed: told why they cannot be computed, which ends in an error.
+
+        Returns:
+            By the position of an argument, its gradient; ``None`` where they cannot be computed.
+        """
+        try:
+            found: dict[int, Tensor | None] = _uncaptured(self.graph.gradients_in_batches)(self, (tangents, ported))
+        except NotAgainError as error:
+            failed(f"its gradients cannot be computed as in eager mode ({error}): in batches, they end in an error")
+            return None
+        return found
+
+    def together(
+        self, node: Any, tangents: Sequence[Tensor | None], ported: Ported, failed: Tell
+    ) -> dict[int, Tensor | None]:
         """The gradients of the call, and of gradients that were computed from it, in one backward.
 
         Args:
             node: its node in autograd's graph, whose backward begins.
             tangents: the gradients that come to the node, by the number of its output.
+            ported: likewise, to ports (see ``_ports``).
             failed: told where they may have other last bits.
 
         Returns:
@@ -139,7 +174,9 @@ class Evaluation:
         Raises:
             CaptureError: where that is not possible.
         """
-        found: dict[int, Tensor | None] = _uncaptured(self.graph.gradients_together)(self, node, tangents, failed)
+        found: dict[int, Tensor | None] = _uncaptured(self.graph.gradients_together)(
+            self, node, (tangents, ported), failed
+        )
         return found
 
 
@@ -199,7 +236,7 @@ class Differentiated:
         call: Evaluation,
         node: Any,
         computed: Sequence[Tensor | None],
-        tangents: Sequence[Tensor | None],
+        tangents: Tangents,
         failed: Tell,
     ) -> tuple[Tensor | None, ...]:
         """The gradients of a call's node in autograd's graph, differentiable.
@@ -208,7 +245,7 @@ class Differentiated:
             call: the call.
             node: the node.
             computed: the gradients, as the captured backward has computed them.
-            tangents: the gradients that it was given, by the number of the node's output.
+            tangents: the gradients that it was given.
             failed: told where they may have other last bits.
 
         Raises:
@@ -219,22 +256,10 @@ class Differentiated:
             one is not None and place is None for one, place in zip(computed, places, strict=True)
         ):
             raise NotAgainError("its gradients leave it in parts")
-        args = [one() if isinstance(one, weakref.ref) else one for one in call.args]
-        if len(args) == 0 or any(was is not None and one is None for was, one in zip(call.args, args, strict=True)):
-            raise NotAgainError("what the graph was given is gone")
-        numbers = [number for number, one in enumerate(tangents) if one is not None]
-        if any(number not in self._outputs for number in numbers):
-            raise NotAgainError("its gradients come through views of what it returned")
-        if any(i is None or _has_gradient(args[i]) for i in self._written):
-            raise NotAgainError("it writes to what it is given")
-        call.args = args
-        if call.again is None:
-            call.given = _apart(args)
-            call.again = self._evaluated(call, call.given)
-        own = [one for one in tangents if one is not None]
+        of, own = self._evaluate(call, tangents)
+        args, again, given = call.args, call.again or (), call.given
         apart = [one.detach().requires_grad_(one.requires_grad) for one in own]
         wanted = [i for one, i in zip(computed, places, strict=True) if one is not None and i is not None]
-        of = [self._outputs[number] for number in numbers]
         if not wanted:
             return tuple(computed)
 
@@ -249,72 +274,126 @@ class Differentiated:
         ]
         call.handed_out.begin()
         with torch.no_grad():
-            if not all(map(_same, sums, gradients(call.again, call.given, apart, create=False))):
+            if not all(map(_same, sums, gradients(again, given, apart, create=False))):
                 raise NotAgainError("evaluated once more, it has other gradients")
-        found = gradients(call.again, call.given, apart, create=True)
+        found = gradients(again, given, apart, create=True)
         one_pass = _Pass([one for one in found if _has_gradient(one)], apart)
         call.passes.append(one_pass)
 
-        def linked(cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        def linked_to_args(cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
             failed(
                 f"gradients of its gradients are differentiated, whose sums eager mode adds up in another order: {OTHER_BITS}"
             )
             views = _linked(args)
-            again = gradients(self._evaluated(call, views), views, own, create=True)
+            linked = gradients(self._evaluated(call, views), views, own, create=True)
             of_these = [*own, *(one for one in views if _has_gradient(one))]
-            return _gradients_of([one for one in again if _has_gradient(one)], of_these, cotangents, create_graph=True)
+            return _gradients_of([one for one in linked if _has_gradient(one)], of_these, cotangents, create_graph=True)
 
         def apart_from_node(cotangents: Sequence[Tensor | None], late: bool) -> Sequence[Tensor | None]:
-            if late:
+            if late or len(call.passes) > 1:
                 failed(
-                    f"gradients of its gradients come late, and eager mode adds them up in another order: {OTHER_BITS}"
+                    f"gradients of its gradients come one by one, and eager mode adds them up in another order: {OTHER_BITS}"
                 )
-            leaves = [one for one in call.given if _has_gradient(one)]
+            leaves = [one for one in given if _has_gradient(one)]
             return _gradients_of(one_pass.gradients, [*apart, *leaves], cotangents)
 
-        anchor = next((one for ref in call.outputs if (one := ref()) is not None), None)
+        anchor = next((one for ref in call.outputs.values() if (one := ref()) is not None), None)
         apply: Any = _Gradients.apply  # without types before torch 2.14
         made = apply(
-            one_pass, call, node, apart_from_node, linked, anchor, *own, *(one for one in args if _has_gradient(one))
+            one_pass,
+            call,
+            node,
+            apart_from_node,
+            linked_to_args,
+            anchor,
+            *own,
+            *(one for one in args if _has_gradient(one)),
         )
         nodes = iter(made)
         found = iter([next(nodes) if _has_gradient(one) else one for one in found])
         return tuple(None if one is None else next(found) for one in computed)
 
+    def _evaluate(self, call: Evaluation, tangents: Tangents) -> tuple[list[int], list[Tensor]]:
+        """Evaluate a call once more, unless that was done; returns the positions of outputs with gradients, and these.
+
+        Raises:
+            NotAgainError: where that is not possible.
+        """
+        args = [one() if isinstance(one, weakref.ref) else one for one in call.args]
+        if len(args) == 0 or any(was is not None and one is None for was, one in zip(call.args, args, strict=True)):
+            raise NotAgainError("what the graph was given is gone")
+        of, own = self._of(call, tangents)
+        if any(i is None or _has_gradient(args[i]) for i in self._written):
+            raise NotAgainError("it writes to what it is given")
+        call.args = args
+        if call.again is None:
+            call.given = _apart(args)
+            call.again = self._evaluated(call, call.given)
+        return of, own
+
+    def _of(self, call: Evaluation, tangents: Tangents) -> tuple[list[int], list[Tensor]]:
+        """The positions of the outputs that have gradients, and the gradients.
+
+        Raises:
+            NotAgainError: where it cannot be told whose they are.
+        """
+        come, ported = tangents
+        numbers = [number for number, one in enumerate(come) if one is not None]
+        if any(number not in self._outputs for number in numbers):
+            raise NotAgainError("its gradients come through views of what it returned")
+        of = [self._outputs[number] for number in numbers]
+        return [*of, *map(call.ports.__getitem__, ported)], [
+            *(one for one in come if one is not None),
+            *ported.values(),
+        ]
+
+    def gradients_in_batches(self, call: Evaluation, tangents: Tangents) -> dict[int, Tensor | None]:
+        """See `Evaluation.in_batches`."""
+        of, values = self._evaluate(call, tangents)
+        again: Any = call.again
+        if not all(_same(one, again[i]) for i, ref in call.outputs.items() if (one := ref()) is not None):
+            raise NotAgainError("evaluated once more, it has other results")
+        wanted = [i for i in self._arguments or [] if i is not None]
+        roots, leaves = [again[i] for i in of], [call.given[i] for i in wanted]
+        found = torch.autograd.grad(roots, leaves, values, retain_graph=True, allow_unused=True)
+        return dict(zip(wanted, found, strict=True))
+
     def gradients_together(
-        self, call: Evaluation, node: Any, tangents: Sequence[Tensor | None], failed: Tell
+        self, call: Evaluation, node: Any, tangents: Tangents, failed: Tell
     ) -> dict[int, Tensor | None]:
         """See `Evaluation.together`."""
-        numbers = [number for number, one in enumerate(tangents) if one is not None]
-        if call.again is None or any(number not in self._outputs for number in numbers):
-            raise CaptureError(
-                "gradients that are differentiated again come through views of what a captured graph returned"
-            )
-        roots = [call.again[self._outputs[number]] for number in numbers]
-        values: list[Any] = [tangents[number] for number in numbers]
+        try:
+            of, values = self._of(call, tangents)
+        except NotAgainError as error:
+            raise CaptureError(f"gradients of gradients cannot be computed as in eager mode: {error}") from error
+        again = call.again or ()
+        roots = [again[i] for i in of]
         for one in call.passes:
             for gradient, cotangent in zip(one.gradients, one.cotangents, strict=True) if one.cotangents else ():
                 if cotangent is not None:
                     roots.append(gradient)
                     values.append(cotangent)
             one.cotangents = ()
-        inside = _summands(roots[len(numbers) :])
-        outside = [(number, _edge(one)) for number, one in zip(numbers, roots[: len(numbers)], strict=True)]
-        if any(inside[edge] and inside[edge] + _added_outside(node, number) > 2 for number, edge in outside):
+        inside, numbers = _summands(roots[len(of) :]), {i: number for number, i in self._outputs.items()}
+        for i, root in zip(of, roots, strict=False):
+            added = inside[_edge(root)]
+            if not added or added + _added_outside(node, numbers.get(i)) <= 2:
+                continue
             failed(
                 "gradients that are differentiated come, with others, to what a part of the step returns, and eager mode adds "
                 f"them up in another order: {OTHER_BITS}"
             )
         wanted = [i for i in self._arguments or [] if i is not None]
-        leaves, kept = [call.given[i] for i in wanted], graph_is_kept()
-        found = torch.autograd.grad(roots, leaves, values, retain_graph=kept, allow_unused=True)
-        if not kept:
+        leaves = [call.given[i] for i in wanted]
+        found = torch.autograd.grad(roots, leaves, values, retain_graph=True, allow_unused=True)
+        call.backward = backward_number()
+        if not graph_is_kept():
             call.again, call.given, call.args = None, (), ()
-            call.passes.clear()
         return dict(zip(wanted, found, strict=True))
 
     def _evaluated(self, call: Evaluation, given: Sequence[Any]) -> Sequence[Any]:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(outside_of_batches())
             stack.enter_context(torch.random.fork_rng([one for one in call.states if one.type == "cuda"]))
             stack.enter_context(self._around())
             for device, state in call.states.items():
@@ -404,10 +483,10 @@ def _summands(roots: Sequence[Tensor]) -> Counter[tuple[Any, int]]:
     return found
 
 
-def _added_outside(node: Any, number: int) -> int:
+def _added_outside(node: Any, number: int | None) -> int:
     """How many gradients are added up at an output of a node in the backward that runs; many, where it is not known."""
     known = sources_of_gradients()
-    if known is None:
+    if known is None or number is None:
         return 2
     return sum(not getattr(one, "adds_nothing", False) for sources in known for one in sources.get((node, number), ()))
 
@@ -452,15 +531,13 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
     return bool(torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num()))
 
 
-def _state(device: torch.device) -> bytes:
-    """The state of a random number generator, not as a tensor: no plan has room for that."""
-    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    return state.numpy().tobytes()
+def _state(device: torch.device) -> Any:
+    """The state of a random number generator; on the CPU not as a tensor, for which no plan has room."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.default_generator.clone_state()
 
 
-def _set_state(device: torch.device, state: bytes) -> None:
-    given = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+def _set_state(device: torch.device, state: Any) -> None:
     if device.type == "cuda":
-        torch.cuda.set_rng_state(given, device)
+        torch.cuda.set_rng_state(state, device)
     else:
-        torch.set_rng_state(given)
+        torch.set_rng_state(state.get_state())
