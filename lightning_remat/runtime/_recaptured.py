@@ -26,14 +26,18 @@ class Recaptured:
 
     def __init__(self) -> None:
         self._known: dict[types.CodeType, tuple[int, int, int]] = {}  # the first call, how many, and the last one
+        self._last = -1
 
     def note(self, code: types.CodeType, call: int) -> None:
         """It is captured in the call of this number."""
         first, count, last = self._known.get(code, (call, 0, -1))
         self._known[code] = first, count + (call != last), call
+        self._last = call
 
     def often(self, call: int, times: int) -> set[types.CodeType]:
         """What was captured in the call of this number, and in nearly every one before, so many times or more."""
+        if call != self._last:
+            return set()
         return {
             code
             for code, (first, count, last) in self._known.items()
