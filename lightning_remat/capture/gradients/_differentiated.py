@@ -56,12 +56,21 @@ class _Pass:
     Attributes:
         gradients: those that have a graph.
         tangents: what they were computed from: gradients of the outputs, apart from those that autograd knows.
-        cotangents: the gradients of ``gradients``, in the backward that runs.
+        cotangents: the gradients of ``gradients``, in the last backward that has come to them.
+        backward: number of that backward.
     """
 
     gradients: list[Tensor]
     tangents: list[Tensor]
     cotangents: Sequence[Tensor | None] = ()
+    backward: int = -1
+
+    def now(self) -> Sequence[tuple[Tensor, Tensor]]:
+        """The gradients to which the backward that runs has come, each with its own."""
+        if self.backward != backward_number():
+            return []
+        pairs = zip(self.gradients, self.cotangents, strict=True)
+        return [(gradient, cotangent) for gradient, cotangent in pairs if cotangent is not None]
 
 
 @dataclasses.dataclass
@@ -95,7 +104,7 @@ class Evaluation:
     @property
     def is_differentiated(self) -> bool:
         """Whether the backward that runs has differentiated gradients of it."""
-        return any(one.cotangents for one in self.passes)
+        return any(one.backward == backward_number() for one in self.passes)
 
     def ran(self, given: Sequence[Any], outputs: Sequence[Any], views: Sequence[int]) -> None:
         """The forward has run.
@@ -369,11 +378,10 @@ class Differentiated:
         again = call.again or ()
         roots = [again[i] for i in of]
         for one in call.passes:
-            for gradient, cotangent in zip(one.gradients, one.cotangents, strict=True) if one.cotangents else ():
-                if cotangent is not None:
-                    roots.append(gradient)
-                    values.append(cotangent)
-            one.cotangents = ()
+            for gradient, cotangent in one.now():
+                roots.append(gradient)
+                values.append(cotangent)
+            one.cotangents, one.backward = (), -1
         inside, numbers = _summands(roots[len(of) :]), {i: number for number, i in self._outputs.items()}
         for i, root in zip(of, roots, strict=False):
             added = inside[_edge(root)]
@@ -385,8 +393,10 @@ class Differentiated:
             )
         wanted = [i for i in self._arguments or [] if i is not None]
         leaves = [call.given[i] for i in wanted]
-        found = torch.autograd.grad(roots, leaves, values, retain_graph=True, allow_unused=True)
         call.backward = backward_number()
+        if not roots:
+            return {}
+        found = torch.autograd.grad(roots, leaves, values, retain_graph=True, allow_unused=True)
         if not graph_is_kept():
             call.again, call.given, call.args = None, (), ()
         return dict(zip(wanted, found, strict=True))
@@ -443,7 +453,7 @@ class _Gradients(torch.autograd.Function):
         late = ctx.call.backward == backward_number()
         if late or not is_to_run(ctx.node):
             return *none, *_uncaptured(ctx.apart)(cotangents, late)
-        ctx.one_pass.cotangents = cotangents
+        ctx.one_pass.cotangents, ctx.one_pass.backward = cotangents, backward_number()
         found = _uncaptured(_gradients_of)(ctx.one_pass.gradients, ctx.one_pass.tangents, cotangents)
         return *none, *found, *[None] * ctx.rest
 
