@@ -26,10 +26,10 @@ from lightning_remat.capture._torch import (
     captured_node,
     copied,
     graph_is_kept,
-    is_to_run,
     outside_of_batches,
     sources_of_gradients,
 )
+from lightning_remat.capture.gradients._pass import Gradients, Pass, gradients_of, uncaptured
 from lightning_remat.capture.gradients._sums import HandedOut
 from lightning_remat.errors import CaptureError
 
@@ -47,30 +47,6 @@ OTHER_BITS = "gradients of this step may have other last bits, and later calls r
 
 class NotAgainError(Exception):
     """Says why gradients cannot be computed once more."""
-
-
-@dataclasses.dataclass
-class _Pass:
-    """Gradients that were computed once more, in one backward.
-
-    Attributes:
-        gradients: those that have a graph.
-        tangents: what they were computed from: gradients of the outputs, apart from those that autograd knows.
-        cotangents: the gradients of ``gradients``, in the last backward that has come to them.
-        backward: number of that backward.
-    """
-
-    gradients: list[Tensor]
-    tangents: list[Tensor]
-    cotangents: Sequence[Tensor | None] = ()
-    backward: int = -1
-
-    def now(self) -> Sequence[tuple[Tensor, Tensor]]:
-        """The gradients to which the backward that runs has come, each with its own."""
-        if self.backward != backward_number():
-            return []
-        pairs = zip(self.gradients, self.cotangents, strict=True)
-        return [(gradient, cotangent) for gradient, cotangent in pairs if cotangent is not None]
 
 
 @dataclasses.dataclass
@@ -97,7 +73,7 @@ class Evaluation:
     outputs: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     given: Sequence[Any] = ()
     again: Sequence[Any] | None = None
-    passes: list[_Pass] = dataclasses.field(default_factory=list)
+    passes: list[Pass] = dataclasses.field(default_factory=list)
     ports: Mapping[int, int] = dataclasses.field(default_factory=dict)
     backward: int = -1
 
@@ -137,7 +113,7 @@ class Evaluation:
         def computed(gradients: Sequence[Tensor | None], tangents: Sequence[Tensor | None]) -> Any:
             handles.pop().remove()
             try:
-                return _uncaptured(self.graph.gradients)(self, node, gradients, (tangents, ported), failed)
+                return uncaptured(self.graph.gradients)(self, node, gradients, (tangents, ported), failed)
             except NotAgainError as error:
                 failed(
                     f"its gradients cannot be computed as in eager mode ({error}): differentiated again, they end in an error"
@@ -160,7 +136,7 @@ class Evaluation:
             By the position of an argument, its gradient; ``None`` where they cannot be computed.
         """
         try:
-            found: dict[int, Tensor | None] = _uncaptured(self.graph.gradients_in_batches)(self, (tangents, ported))
+            found: dict[int, Tensor | None] = uncaptured(self.graph.gradients_in_batches)(self, (tangents, ported))
         except NotAgainError as error:
             failed(f"its gradients cannot be computed as in eager mode ({error}): in batches, they end in an error")
             return None
@@ -183,7 +159,7 @@ class Evaluation:
         Raises:
             CaptureError: where that is not possible.
         """
-        found: dict[int, Tensor | None] = _uncaptured(self.graph.gradients_together)(
+        found: dict[int, Tensor | None] = uncaptured(self.graph.gradients_together)(
             self, node, (tangents, ported), failed
         )
         return found
@@ -286,7 +262,7 @@ class Differentiated:
             if not all(map(_same, sums, gradients(again, given, apart, create=False))):
                 raise NotAgainError("evaluated once more, it has other gradients")
         found = gradients(again, given, apart, create=True)
-        one_pass = _Pass([one for one in found if _has_gradient(one)], apart)
+        one_pass = Pass([one for one in found if _has_gradient(one)], apart)
         call.passes.append(one_pass)
 
         def linked_to_args(cotangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
@@ -296,7 +272,7 @@ class Differentiated:
             views = _linked(args)
             linked = gradients(self._evaluated(call, views), views, own, create=True)
             of_these = [*own, *(one for one in views if _has_gradient(one))]
-            return _gradients_of([one for one in linked if _has_gradient(one)], of_these, cotangents, create_graph=True)
+            return gradients_of([one for one in linked if _has_gradient(one)], of_these, cotangents, create_graph=True)
 
         def apart_from_node(cotangents: Sequence[Tensor | None], late: bool) -> Sequence[Tensor | None]:
             if late or len(call.passes) > 1:
@@ -304,10 +280,10 @@ class Differentiated:
                     f"gradients of its gradients come one by one, and eager mode adds them up in another order: {OTHER_BITS}"
                 )
             leaves = [one for one in given if _has_gradient(one)]
-            return _gradients_of(one_pass.gradients, [*apart, *leaves], cotangents)
+            return gradients_of(one_pass.gradients, [*apart, *leaves], cotangents)
 
         anchor = next((one for ref in call.outputs.values() if (one := ref()) is not None), None)
-        apply: Any = _Gradients.apply  # without types before torch 2.14
+        apply: Any = Gradients.apply  # without types before torch 2.14
         made = apply(
             one_pass,
             call,
@@ -411,73 +387,6 @@ class Differentiated:
             copies = [copied(one) if i in self._written else one for i, one in enumerate(given)]
             outputs: Sequence[Any] = self._plainly(*copies)
         return outputs
-
-
-class _Gradients(torch.autograd.Function):
-    """Hands on gradients that were computed once more, as one node of autograd's graph."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        one_pass: _Pass,
-        call: Evaluation,
-        node: Any,
-        apart: Callable[..., Any],
-        linked: Callable[..., Any],
-        _anchor: Tensor | None,
-        *values: Tensor,
-    ) -> tuple[Tensor, ...]:
-        """The gradients.
-
-        Args:
-            ctx: autograd's.
-            one_pass: what was computed.
-            call: the call of the graph whose gradients these are.
-            node: its node in autograd's graph.
-            apart: computes the gradients of ``values``, where the node does not.
-            linked: likewise, where they are to be differentiated themselves.
-            _anchor: what the call returned, if it is still there: in a backward the node comes after this one then.
-            values: what the gradients depend on: tangents, and arguments of the graph.
-        """
-        ctx.set_materialize_grads(False)
-        ctx.adds_nothing = True  # to gradients of arguments, where the node does (see `adds_elsewhere`)
-        ctx.one_pass, ctx.call, ctx.node = one_pass, call, node
-        ctx.apart, ctx.linked, ctx.rest = apart, linked, len(values) - len(one_pass.tangents)
-        return tuple(one.detach() for one in one_pass.gradients)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        none = None, None, None, None, None, None
-        if torch.is_grad_enabled():
-            return *none, *_uncaptured(ctx.linked)(cotangents)
-        late = ctx.call.backward == backward_number()
-        if late or not is_to_run(ctx.node):
-            return *none, *_uncaptured(ctx.apart)(cotangents, late)
-        ctx.one_pass.cotangents, ctx.one_pass.backward = cotangents, backward_number()
-        found = _uncaptured(_gradients_of)(ctx.one_pass.gradients, ctx.one_pass.tangents, cotangents)
-        return *none, *found, *[None] * ctx.rest
-
-
-def _gradients_of(
-    outputs: Sequence[Tensor], inputs: Sequence[Tensor], values: Sequence[Tensor | None], *, create_graph: bool = False
-) -> list[Tensor | None]:
-    """Gradients of those inputs that have any, where ``values`` are those of the outputs."""
-    given = [(output, value) for output, value in zip(outputs, values, strict=True) if value is not None]
-    wanted = [one for one in inputs if one.requires_grad]
-    if not given or not wanted:
-        return [None] * len(inputs)
-    roots, cotangents = zip(*given, strict=True)
-    found = iter(
-        torch.autograd.grad(roots, wanted, cotangents, retain_graph=True, create_graph=create_graph, allow_unused=True)
-    )
-    return [next(found) if one.requires_grad else None for one in inputs]
-
-
-def _uncaptured(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, of which Dynamo captures nothing: the backward may be called by a step that it captures."""
-    disable: Any = torch.compiler.disable
-    uncaptured: Callable[..., Any] = disable(function)
-    return uncaptured
 
 
 def _summands(roots: Sequence[Tensor]) -> Counter[tuple[Any, int]]:
