@@ -22,11 +22,14 @@ class Beside:
         forward_bytes: while its forward runs; negative where less was held than was planned for.
         backward_bytes: while its backward runs, likewise.
         outside_bytes: the most that uncaptured code allocates at once between its forward and its backward.
+        elsewhere_bytes: the most that is held before the forward of a step's first graph and after its backward, beyond
+            what is resident beside that all through the step; of other graphs, and where it is not known, 0.
     """
 
     forward_bytes: int = 0
     backward_bytes: int = 0
     outside_bytes: int = 0
+    elsewhere_bytes: int = 0
 
     def put_beside(self, graph: ComputationGraph) -> ComputationGraph:
         """The graph with this memory counted as resident; ``outside_bytes`` is the workspace of its op `OUTSIDE`."""
@@ -41,7 +44,11 @@ class Beside:
         found = self.put_beside(graph)
         resident = found.resident_bytes - graph.resident_bytes
         forward_resident = found.forward_resident_bytes - graph.forward_resident_bytes
-        return Beside(resident + forward_resident, resident, self.outside_bytes)
+        return dataclasses.replace(self, forward_bytes=resident + forward_resident, backward_bytes=resident)
+
+    def elsewhere(self, graph: ComputationGraph) -> int:
+        """The most that is held while none of a step's graphs runs, in bytes, given the first one without this memory."""
+        return graph.resident_bytes + self.elsewhere_bytes
 
 
 NOTHING_BESIDE = Beside()
@@ -51,12 +58,13 @@ NOTHING_BESIDE = Beside()
 class Held:
     """The most that was held while a graph's forward and backward ran, and other code between them, in bytes.
 
-    ``None`` where nothing of the kind ran.
+    ``None`` where nothing of the kind ran. Of a step's first graph also what was held ``elsewhere``: before and after.
     """
 
     forward_bytes: int | None = None
     backward_bytes: int | None = None
     outside_bytes: int | None = None
+    elsewhere_bytes: int | None = None
 
 
 def needing(graph: ComputationGraph, nbytes: int) -> ComputationGraph:
@@ -85,9 +93,10 @@ def peak_beside(plan: Plan, known: Beside, found: Beside) -> int:
         found.backward_bytes - known.backward_bytes,
         found.outside_bytes,
     )
+    elsewhere = plan.graph.resident_bytes - known.backward_bytes + found.elsewhere_bytes
     timeline = simulate(more.put_beside(plan.graph), plan.schedule)
     at = timeline.after[plan.schedule.boundary - 1] if plan.schedule.boundary else plan.graph.input_bytes
-    return max(timeline.peak_bytes, int(at) + found.outside_bytes)
+    return max(timeline.peak_bytes, int(at) + found.outside_bytes, elsewhere)
 
 
 def measured_beside(plan: Plan, known: Beside, held: Held) -> Beside:
@@ -110,4 +119,5 @@ def measured_beside(plan: Plan, known: Beside, held: Held) -> Beside:
         known.forward_bytes + more.forward_bytes,
         known.backward_bytes + more.backward_bytes,
         max(0, (held.outside_bytes or 0) - waiting - more.forward_bytes),
+        max(0, (held.elsewhere_bytes or 0) - (graph.resident_bytes - known.backward_bytes)),
     )

@@ -11,7 +11,8 @@ kept. A dynamic program along the chain of graphs, over what has been kept so fa
 is solved once more in exactly the room that the others leave it.
 
 What other graphs and uncaptured code need between a graph's forward and its backward is the workspace of one more op at
-the end of its forward (`OUTSIDE`), so that no solver has to know of it.
+the end of its forward (`OUTSIDE`), so that no solver has to know of it. What is held before the first graph runs, and after,
+no schedule changes: no budget is smaller, and none need be.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ LESS = 0.1
 
 CURVES_SHARE = 0.4
 """Share of the time limit for all curves; the rest is for the solves."""
+
+NOT_CAPTURED = "code that is not captured"
+"""What is said to set the smallest budget where that is no op."""
 
 MOST_CHOICES = 400
 """Partial choices that the dynamic program goes on with, at most: of more, every nth in the order of kept bytes."""
@@ -160,7 +164,9 @@ def plan_together(
         pairs = [(plan.graph, plan.schedule) for plan in plans]
         resident = max(0, plans[0].graph.resident_bytes - others)
         limit = budget if reserved else memory.limit_bytes
-        return footprint_together(pairs, resident, limit, memory.holdings, memory.arrangements)
+        found = footprint_together(pairs, resident, limit, memory.holdings, memory.arrangements)
+        peaks = max(plan.predicted_peak_bytes for plan in plans)  # of code that is not captured too
+        return dataclasses.replace(found, allocated_bytes=max(found.allocated_bytes, peaks))
 
     found = taken(plans)
     smallest = parse_budget(config.budget).kind is BudgetKind.MIN
@@ -206,10 +212,17 @@ def _planned_together(
 
     measured = [part.beside.within(around(i, 0)) for i, part in enumerate(parts)]  # the same whatever is kept
     alone = [beside(i, 0) for i in range(len(parts))]
+    elsewhere = measured[0].elsewhere(around(0, 0))
     if parts[0].host is not None:
         only = alone[0].replace(host=parts[0].host)
-        solving = dataclasses.replace(config, background=False)
-        return [make_plan(only, solving, held_bytes=held_bytes, progress=progress, cache=cache)]
+        make = functools.partial(make_plan, only, held_bytes=held_bytes, progress=progress, cache=cache)
+        plan = make(dataclasses.replace(config, background=False))
+        if elsewhere > plan.budget_bytes:
+            if parse_budget(config.budget).kind in (BudgetKind.SIZE, BudgetKind.AUTO):
+                raise InfeasibleBudgetError(plan.budget_bytes, elsewhere, NOT_CAPTURED, "")
+            plan = make(dataclasses.replace(config, budget=elsewhere, background=False))
+        peaks = max(elsewhere, plan.predicted_peak_bytes), max(elsewhere, plan.baseline_peak_bytes)
+        return [dataclasses.replace(plan, predicted_peak_bytes=peaks[0], baseline_peak_bytes=peaks[1])]
     # Kept bytes that are inputs of graph i too are counted in both: only what exceeds ``free[i]`` adds to its peak.
     total = sum(graph.floor_bytes + sum(graph.storages) for graph in alone)
     free = [total - (beside(i, total).resident_bytes - alone[i].resident_bytes) for i in range(len(parts))]
@@ -218,7 +231,7 @@ def _planned_together(
     known = [[_option(graph, schedule)] for graph, schedule in zip(alone, fixed, strict=False)]
 
     def peak(choice: _Choice) -> int:
-        return max(_peaks(choice.options, free))
+        return max(elsewhere, *_peaks(choice.options, free))
 
     @functools.cache
     def options() -> list[list[_Option]]:
@@ -230,18 +243,21 @@ def _planned_together(
     @functools.cache
     def smallest() -> _Choice:
         first = _Choice(options=tuple(one[0] for one in options()))
-        return _smallest(lambda budget: _cheapest(options(), free, budget), peak, first)
+        return _smallest(lambda budget: _cheapest(options(), free, budget), peak, first, elsewhere)
 
     device = parts[0].captured.device
-    floor = max(map(floor_bytes, alone))
+    floor = max(elsewhere, *map(floor_bytes, alone))
     budget = resolve_budget(config, floor, peak(plain), lambda: peak(smallest()), device, held_bytes)
     plain_fits = peak(plain) <= budget and not fixed
     choice = plain if plain_fits else _cheapest(options(), free, budget)
+    if elsewhere > budget:
+        raise InfeasibleBudgetError(budget, peak(smallest()), NOT_CAPTURED, "")
     if choice is None:
         where = _peaks(smallest().options, free)
         worst = where.index(max(where))
         timeline = simulate(alone[worst], smallest().options[worst].schedule)
-        raise InfeasibleBudgetError(budget, peak(smallest()), timeline.peak_op, timeline.peak_module)
+        op = NOT_CAPTURED if timeline.peak_op == OUTSIDE else timeline.peak_op
+        raise InfeasibleBudgetError(budget, peak(smallest()), op, timeline.peak_module)
 
     chosen = list(choice.options)
 
@@ -293,7 +309,7 @@ def _planned_together(
     records = []
     for i, plan in enumerate(plans):
         graph = room(i)
-        peak_bytes = simulate(graph, plan.schedule).peak_bytes
+        peak_bytes = max(simulate(graph, plan.schedule).peak_bytes, 0 if i else elsewhere)
         assert peak_bytes <= budget, "the graphs were solved in the room that they leave each other"
         records.append(
             dataclasses.replace(
@@ -372,9 +388,11 @@ def _cheapest(options: Sequence[Sequence[_Option]], free: Sequence[int], budget_
     return choices[-1] if choices else None
 
 
-def _smallest(choose: Callable[[float], _Choice | None], peak: Callable[[_Choice], int], plain: _Choice) -> _Choice:
-    """The choice with the smallest peak, by bisection."""
-    best, low = plain, 0
+def _smallest(
+    choose: Callable[[float], _Choice | None], peak: Callable[[_Choice], int], plain: _Choice, low: int
+) -> _Choice:
+    """The choice with the smallest peak, which is ``low`` or more, by bisection."""
+    best = plain
     while True:
         middle = (low + peak(best)) // 2
         if middle >= peak(best) * (1 - 1e-4):

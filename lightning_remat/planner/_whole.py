@@ -24,5 +24,9 @@ def with_whole(plans: Sequence[Plan]) -> list[Plan]:
         [halves(plan.as_captured, plain, held) for (plan, plain), held in zip(baselines, beside, strict=False)]
     )
     after, ahead_after = joined([halves(plan.graph, plan.schedule) for plan in plans])
+    elsewhere = plans[0].predicted_peak_bytes
+    if elsewhere > after.most_bytes:  # of code that is not captured, before the first graph or after it
+        before, after = before.behind(elsewhere), after.behind(elsewhere)
+        ahead, ahead_after = ahead + 1, ahead_after + 1
     whole = WholeStep(len(plans), before, after, (ahead, ahead_after))
     return [dataclasses.replace(plan, whole=whole) for plan in plans]

@@ -267,6 +267,12 @@ def _costly(graph: ComputationGraph, schedule: Schedule) -> tuple[OpRow, ...]:
 
 def _peak_words(plan: Planned, replay: Replay, peak: Moment) -> Iterable[str]:
     """What sets the peak, sentence by sentence."""
+    if plan.predicted_peak_bytes > peak.nbytes:
+        yield (
+            f"Code that is not captured sets the peak of the step, {format_bytes(plan.predicted_peak_bytes)}, before the first "
+            "graph's forward or after its backward: no schedule changes that."
+        )
+        return
     if not peak.op:
         yield f"No op runs: {format_bytes(peak.nbytes)} are held all through the step."
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 
 import torch
@@ -12,6 +13,12 @@ from lightning_remat.capture import _torch as internals
 from lightning_remat.measure import PeakMemory, track_peak
 from lightning_remat.planner._beside import Held
 from lightning_remat.schedule import OUTSIDE
+
+ELSEWHERE = (-1, OUTSIDE)
+"""Label of what runs before the forward of a step's first graph, and after its backward."""
+
+AFTERWARDS = (-1, "")
+"""Label of what runs when the step is over."""
 
 MOST_UPDATES = 8
 """Optimizer steps (of other networks, say) after which a backward that has not ended is no longer waited for."""
@@ -44,7 +51,7 @@ class MeasuredStep:
         self._updates = 0
         self._open = contextlib.ExitStack()
         self._peak: PeakMemory = self._open.enter_context(track_peak(device, give_way=self.give_way))
-        self._labels: list[tuple[int, str]] = [(-1, "")]
+        self._labels: list[tuple[int, str]] = [ELSEWHERE]
         self._over = self._cut_short = False
         self._hook = register_optimizer_step_pre_hook(self._before_update)
 
@@ -55,16 +62,25 @@ class MeasuredStep:
             self._labels.append((position, phase))
 
     def ends(self, position: int, phase: str) -> None:
-        """That forward or backward has ended; with the backward of the first graph the step is over."""
+        """That forward or backward has ended; the step is over with the backward that the first graph's is a part of."""
         if self._over:
             return
         self._peak.mark()
-        self._complete = phase == "backward" and position == 0
-        if self._complete and self._reduces:
+        is_last = phase == "backward" and position == 0
+        self._complete = self._complete or is_last
+        if is_last and self._reduces:
             self._labels.append((position, phase))
-        else:
-            self._labels.append((position if phase == "forward" else position - 1, OUTSIDE))
-        self._over = self._complete and not self._reduces
+            return
+        self._labels.append((position if phase == "forward" else position - 1, OUTSIDE))
+        if is_last:
+            internals.after_backward(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        """What runs from here on is no part of the step."""
+        if not self._over:
+            self._peak.mark()
+            self._labels.append(AFTERWARDS)
+            self._over = True
 
     @property
     def is_complete(self) -> bool:
@@ -113,4 +129,5 @@ class MeasuredStep:
         found: dict[tuple[int, str], int] = {}
         for label, stretch in zip(self._labels, self._peak.stretches, strict=True):
             found[label] = max(found.get(label, 0), at_start_bytes + kept_free_bytes + stretch.peak_bytes)
-        return [Held(*(found.get((i, phase)) for phase in ("forward", "backward", OUTSIDE))) for i in range(graphs)]
+        each = [Held(*(found.get((i, phase)) for phase in ("forward", "backward", OUTSIDE))) for i in range(graphs)]
+        return [dataclasses.replace(each[0], elsewhere_bytes=found[ELSEWHERE]), *each[1:]]

@@ -58,6 +58,12 @@ class Stretch:
         """The same with so many bytes more held all the time."""
         return dataclasses.replace(self, during=self.during + nbytes, after=self.after + nbytes)
 
+    def behind(self, nbytes: int) -> Stretch:
+        """The same behind an op of others (`OUTSIDE`), which needs so many bytes in all and leaves what is held then."""
+        first = int(self.after[0]) if len(self) else nbytes
+        one = Stretch(np.array([nbytes]), np.array([min(nbytes, first)]), np.array([0.0]), (OUTSIDE,), ("",))
+        return _concatenated([one, self])
+
     def timeline(self) -> Timeline:
         """The same as a timeline, of which a step is an op; what is saved for the backward is not told by it."""
         peak = int(self.during.argmax()) if len(self) else -1

@@ -377,3 +377,65 @@ def test_what_runs_as_before_in_front_of_the_first_graph() -> None:
     assert peak <= call.plan.budget_bytes
     eager(x).backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(module.parameters(), eager.parameters(), strict=True))
+
+
+class InFront(torch.nn.Module):
+    """What Dynamo leaves alone comes first, and needs more than all that is captured: features, trained or not."""
+
+    def __init__(self, trains: bool, graphs: int) -> None:
+        super().__init__()
+        self.features = torch.nn.Sequential(torch.nn.Linear(64, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 64))
+        self.first, self.second = network(64, 4), network(64, 4)
+        self.trains, self.graphs = trains, graphs
+
+    @torch._dynamo.disable
+    def in_front(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(self.trains):
+            return self.features(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.in_front(x))
+        if self.graphs > 1:
+            torch._dynamo.graph_break()
+        return self.second(x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:only a part of InFront:lightning_remat.planner.RematWarning")
+@pytest.mark.parametrize("graphs", [1, 2])
+@pytest.mark.parametrize("trains", [False, True])
+def test_what_needs_more_in_front_of_the_first_graph_sets_the_peak(trains: bool, graphs: int) -> None:
+    """Its backward comes after that of the first graph."""
+    torch.manual_seed(0)
+    original, x = InFront(trains, graphs), torch.randn(1024, 64)
+    eager, module = copy.deepcopy(original), copy.deepcopy(original)
+
+    def itself(loss: torch.Tensor) -> torch.Tensor:
+        return loss
+
+    expected = steps(eager, eager, x, itself, 5)
+    call = rematerialize(module, budget="min", time_limit=1.0)
+    assert_same(expected, steps(call, module, x, itself, 5))
+    assert call.plans[0].rematerializes  # before it was measured
+    plan, peak = call.scheduled.last_plan.of_whole(), measured(call, module, x, itself)
+    assert peak <= plan.budget_bytes
+    assert plan.predicted_peak_bytes == pytest.approx(peak, rel=0.005)
+    assert peak == pytest.approx(measured(eager, eager, x, itself), rel=0.005)
+    assert not call.scheduled.last_plan.rematerializes  # it would not lower the peak
+    first = call.plans[-graphs]
+    assert "Code that is not captured sets the peak of the step" in first.explain(curve_seconds=0)
+    if graphs > 1:
+        assert first.whole.after.most_bytes == plan.predicted_peak_bytes
+        assert first.whole.after.ops[0] == "outside"
+
+
+@pytest.mark.filterwarnings("ignore:only a part of InFront:lightning_remat.planner.RematWarning")
+def test_a_size_that_is_less_than_what_comes_first_is_refused() -> None:
+    torch.manual_seed(0)
+    module, x = InFront(False, 1), torch.randn(1024, 64)
+    eager = copy.deepcopy(module)
+    steps(eager, eager, x, lambda loss: loss, 1)
+    needed = measured(eager, eager, x, lambda loss: loss)
+    call = rematerialize(module, budget=needed - 1024, time_limit=1.0)
+    with pytest.raises(InfeasibleBudgetError, match="set by code that is not captured") as caught:
+        steps(call, module, x, lambda loss: loss, 3)
+    assert caught.value.smallest_bytes == pytest.approx(needed, rel=0.005)

@@ -31,6 +31,7 @@ if TYPE_CHECKING or not unknown_torch():
     from lightning_remat.capture._torch._autograd_graph import (
         accumulates_into,
         adds_to,
+        after_backward,
         backward_number,
         captured_node,
         graph_is_kept,
@@ -203,6 +204,7 @@ __all__ = [
     "accumulates_into",
     "address_of",
     "adds_to",
+    "after_backward",
     "alike_modules",
     "allocations",
     "allocator_settings",

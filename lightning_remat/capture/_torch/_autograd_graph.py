@@ -33,6 +33,16 @@ def backward_number() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward ends that runs now on this thread, with all gradients where they belong.
+
+    Raises:
+        RuntimeError: where none runs.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
 def on_backward(
     inputs: Sequence[Any],
     outputs: Sequence[Any],
