@@ -27,6 +27,7 @@ class Call:
         ran: the captured graphs that it has run so far, each with the number of its plan.
         captured: numbers of the plans of the graphs that were captured in it; a plan may have been there before.
         nodes: nodes of autograd's graph that its graphs have made.
+        runs: whether it has not returned yet.
     """
 
     def __init__(self) -> None:
@@ -38,6 +39,7 @@ class Call:
         self.ran: list[tuple[Graph, int]] = []
         self.captured: list[int] = []
         self.nodes: set[Any] = set()
+        self.runs = False
 
     def begin(self, leaves: Sequence[torch.Tensor]) -> None:
         """The next call begins, and is given these tensors."""
@@ -47,6 +49,7 @@ class Call:
         self.ran.clear()
         self.captured.clear()
         self.nodes.clear()
+        self.runs = True
 
     @property
     def path(self) -> Path:

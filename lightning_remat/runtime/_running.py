@@ -262,14 +262,17 @@ class Runner:
         without = {graph.captured.gradient_arguments[i] for i in dropped}
         if graph.accumulator is not None:
             graph.accumulator.begin(run.added if together is None else {}, without)
-        if internals.needs_kept(node):
+        if not graph.sized and graph.exchange.saves_nothing(graph.versions[run.number]):
+            internals.keep_saved(node)  # nor is there anything in eager mode that a second backward would miss
+        elif internals.needs_kept(node):
             reasons.give_up(
                 "two backwards come through one captured graph, each from a part of its outputs (such as one generated batch "
                 "that is judged twice): compute what both need twice, or add the losses, to have the step scheduled"
             )
         elif unused and run.first:
             asked_for = run.leaves & without  # by a hook of the step's, as in deep equilibrium models
-            if self._step.several_backwards or (self._step.shared and dropped) or asked_for:
+            may_follow = self._step.several_backwards or self._step.call.runs  # a backward in the step
+            if may_follow or (self._step.shared and dropped) or asked_for:
                 internals.keep_saved(node)
         run.compare()
         if graph.changes is not None:

@@ -244,6 +244,7 @@ class ScheduledStep:
             self._captures.raised()
             raise
         finally:
+            self._call.runs = False
             self._captures.called()
         early = self._captures.early.tensors
         if len(given) + len(early) > len(leaves):  # more early tensors were found: count them as the next call will

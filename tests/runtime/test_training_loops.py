@@ -135,6 +135,57 @@ def test_a_backward_for_each_output() -> None:
         equal(Heads(), step)
 
 
+class Twice(nn.Module):
+    """Two backwards in the step come through what saves nothing: representations that are put together (GradCache)."""
+
+    def __init__(self, puts_together: Callable[..., torch.Tensor], apart: bool) -> None:
+        super().__init__()
+        self.layer, self.shift = nn.Linear(16, 16), nn.Parameter(torch.randn(16))
+        self.puts_together, self.apart = puts_together, apart
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cached = self.layer(x).detach().requires_grad_()
+        both = self.puts_together(cached, self.shift)
+        if self.apart:
+            torch._dynamo.graph_break()
+        (both[:4] @ both.T).logsumexp(1).mean().backward()
+        (both[4:] @ both.T).logsumexp(1).mean().backward()
+        return (self.layer(x) * cached.grad).sum()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("puts_together", [lambda one, _: torch.cat([one, one]), lambda one, shift: one + shift])
+def test_two_backwards_in_a_step(puts_together: Callable[..., torch.Tensor], apart: bool) -> None:
+    def step(_: nn.Module, call: Callable[..., Any]) -> Tensors:
+        loss = call(torch.randn(8, 16))
+        loss.backward()
+        return {"loss": loss.detach()}
+
+    if apart:
+        assert not equal(Twice(puts_together, apart), step).failures
+    else:
+        with pytest.warns(UserWarning, match="two backwards come through one captured graph"):
+            equal(Twice(puts_together, apart), step)
+
+
+def test_two_backwards_of_what_saves_nothing() -> None:
+    def step(module: Any, call: Callable[..., Any]) -> Tensors:
+        y = call(torch.randn(8, 16, requires_grad=True))
+        y.sin().mean().backward()
+        y.square().mean().backward()
+        return {}
+
+    class Shifts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.randn(16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return -(x + self.shift).roll(1, 0)
+
+    assert not equal(Shifts(), step).failures
+
+
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_checkpoint_around_calls(twice: bool) -> None:
     """What is evaluated again in the backward runs as it did the first time."""

@@ -217,8 +217,9 @@ def _sources(root: Any) -> Sources:
 
 def keep_saved(node: Any) -> None:
     """Keep what a captured function's node has saved beyond its first backward, for a second one to come through it."""
-    type(node).saved_tensors = property(lambda own: vars(own).get(_KEPT) or _saved_tensors(own))
-    setattr(node, _KEPT, _saved_tensors(node))
+    if not hasattr(node, _KEPT):
+        type(node).saved_tensors = property(lambda own: vars(own).get(_KEPT) or _saved_tensors(own))
+        setattr(node, _KEPT, _saved_tensors(node))
 
 
 def graph_is_kept() -> bool:

@@ -172,6 +172,7 @@ class Exchange:
         self.recorder: Recorder | None = None
         self._versions: dict[int, _Version] = {}  # the one that ran last at the end
         self._unrecorded: set[int] = set()
+        self._saving_nothing: set[int] = set()
         self._made_again: dict[int, tuple[Callable[[], Modules], tuple[str, ...]]] = {}
         self._added = 0
         self._returned = self._sizes = self._told = self._given = -1
@@ -217,8 +218,11 @@ class Exchange:
         with real_tensors():
             mark = torch.tensor(number, device="cpu")
         version = self._versions[number] = Runner(modules.forward), Runner(modules.backward), mark
-        for saved in outputs[modules.returned : len(outputs) - modules.sizes]:
-            saved.meta.pop("val", None)
+        saved = outputs[modules.returned : len(outputs) - modules.sizes]
+        for one in saved:
+            one.meta.pop("val", None)
+        if not saved:
+            self._saving_nothing.add(number)
         ready = [one for one in self._versions if one in self._made_again]
         for one in ready[: max(0, len(ready) - MOST_VERSIONS)]:
             del self._versions[one]
@@ -240,6 +244,10 @@ class Exchange:
                 "a schedule was lowered again, and came out otherwise: this is a defect of lightning_remat"
             )
         return self._put(number, modules)
+
+    def saves_nothing(self, number: int) -> bool:
+        """Whether a version's forward leaves no tensor to its backward."""
+        return number in self._saving_nothing
 
     def noted_by(self, metadata: Any) -> None:
         """Change AOTAutograd's notes on the first version, which it reads at run time, so that they hold for all."""
