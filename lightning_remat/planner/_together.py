@@ -52,6 +52,9 @@ LESS = 0.1
 CURVES_SHARE = 0.4
 """Share of the time limit for all curves; the rest is for the solves."""
 
+FEW_SIZES = 4
+"""Sets of sizes up to which each may take its whole time to plan; of n, each takes ``FEW_SIZES / n`` of it."""
+
 NOT_CAPTURED = "code that is not captured"
 """What is said to set the smallest budget where that is no op."""
 
@@ -128,7 +131,7 @@ def plan_together(
     curves: Curves | None = None,
     memory: DeviceMemory | None = None,
     reserved: bool = False,
-    one_of_many: bool = False,
+    sizes: int = 0,
 ) -> list[Plan]:
     """Plans for the graphs of one step within one budget.
 
@@ -142,8 +145,9 @@ def plan_together(
         curves: schedules of graphs that were planned together earlier, which are used, and added to.
         memory: the CUDA device's memory: what its allocator takes for all graphs is then kept within the budget too.
         reserved: whether the budget is one of reserved bytes, not of allocated ones.
-        one_of_many: whether this is one of many sizes that the step comes with: schedules of other sizes stand in for curves
-            then (but for ``"min"``, which is found out), and solving takes `SECONDS_A_SIZE` in all, at most.
+        sizes: how many other sets of sizes the step has come with, where they are many: schedules of these stand in for curves
+            then (but for ``"min"``, which is found out), solving takes `SECONDS_A_SIZE` in all, at most, and all of it the
+            less time the more they are (see `FEW_SIZES`).
 
     Returns:
         One plan for each part. Each has the budget of the whole step.
@@ -153,7 +157,7 @@ def plan_together(
         BudgetError: for a size over what the device has.
     """
     known = curves or Curves()
-    plans = _planned_together(parts, config, fixed, held_bytes, progress, cache, known, one_of_many)
+    plans = _planned_together(parts, config, fixed, held_bytes, progress, cache, known, sizes)
     if memory is None:
         return plans
     budget = plans[0].budget_bytes
@@ -179,7 +183,7 @@ def plan_together(
         within = less(within, floor, max(found.allocated_bytes - budget, int(LESS * (within - floor))))
         smaller = dataclasses.replace(config, budget=within)
         try:
-            plans = _planned_together(parts, smaller, fixed, held_bytes, progress, cache, known, one_of_many)
+            plans = _planned_together(parts, smaller, fixed, held_bytes, progress, cache, known, sizes)
         except InfeasibleBudgetError:
             log.warning(
                 "by the allocator's model the graphs of this step do not fit together: memory is fragmented by them"
@@ -197,7 +201,7 @@ def _planned_together(
     progress: Progress | None,
     cache: PlanCache | None,
     curves: Curves,
-    one_of_many: bool,
+    sizes: int,
 ) -> list[Plan]:
     say = progress or (lambda _text: None)
 
@@ -210,6 +214,7 @@ def _planned_together(
         later = [part.weights for part in parts[i + 1 :]]
         return parts[i].around.put_around(parts[i].captured, parts[i].weights, earlier, later, kept)
 
+    less_of = min(1.0, FEW_SIZES / max(1, sizes))
     measured = [part.beside.within(around(i, 0)) for i, part in enumerate(parts)]  # the same whatever is kept
     alone = [beside(i, 0) for i in range(len(parts))]
     elsewhere = measured[0].elsewhere(around(0, 0))
@@ -237,8 +242,8 @@ def _planned_together(
     def options() -> list[list[_Option]]:
         say(f"planning {len(parts)} graphs together")
         left = parts[len(known) :], alone[len(known) :]
-        moved = one_of_many and parse_budget(config.budget).kind is not BudgetKind.MIN
-        return known + _all_options(*left, curves, CURVES_SHARE * config.time_limit, moved=moved)
+        moved = sizes > 0 and parse_budget(config.budget).kind is not BudgetKind.MIN
+        return known + _all_options(*left, curves, CURVES_SHARE * config.time_limit * less_of, moved=moved)
 
     @functools.cache
     def smallest() -> _Choice:
@@ -281,9 +286,8 @@ def _planned_together(
             alike.setdefault((id(parts[i].captured), plan.schedule), []).append(i)
     # Of the places of one graph for which the same was chosen, the first and the last are solved; the others take that.
     solved = {i: key for key, places in alike.items() for i in (places[0], places[-1])}
-    limit = min((1 - CURVES_SHARE) * config.time_limit, SECONDS_A_SIZE if one_of_many else math.inf) / max(
-        1, len(solved)
-    )
+    seconds = min((1 - CURVES_SHARE) * config.time_limit, SECONDS_A_SIZE if sizes else math.inf)
+    limit = seconds * less_of / max(1, len(solved))
     solving = dataclasses.replace(config, budget=budget, time_limit=limit, background=False)
     found: dict[tuple[int, Schedule], list[Plan]] = {key: [] for key in alike}
     for number, i in enumerate(sorted(solved), start=1):

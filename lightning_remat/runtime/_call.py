@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -65,6 +66,17 @@ def shapes_of(leaves: Sequence[torch.Tensor]) -> Shapes:
 def alike_but_for_sizes(one: Shapes, other: Shapes) -> bool:
     """Whether two calls differ in the sizes of dimensions at most."""
     return [(len(shape), *rest) for shape, *rest in one] == [(len(shape), *rest) for shape, *rest in other]
+
+
+def growth(one: Shapes, other: Shapes) -> float | None:
+    """By what factor a tensor of the first call is larger than that of the second; ``None`` where more differs than sizes.
+
+    A dimension that is smaller makes up for none that is larger: at least 1.
+    """
+    if not alike_but_for_sizes(one, other):
+        return None
+    pairs = [(shape, before) for (shape, *_), (before, *_) in zip(one, other, strict=True)]
+    return max((math.prod(max(1.0, a / max(1, b)) for a, b in zip(*pair, strict=True)) for pair in pairs), default=1.0)
 
 
 def varying(shapes: Shapes, known: Sequence[Shapes]) -> list[tuple[int, ...]]:

@@ -34,6 +34,7 @@ from lightning_remat.capture.tracing._messages import messages_stay
 from lightning_remat.capture.tracing._numpy import numpy_as_constants
 from lightning_remat.capture.tracing._recorded_outputs import recording_is_installed
 from lightning_remat.capture.tracing._rows import rows_are_found
+from lightning_remat.graph import TensorRole
 from lightning_remat.runtime._call import Call, Shapes, alike_but_for_sizes, varying
 from lightning_remat.runtime._graph import Graph
 from lightning_remat.runtime._reasons import Reasons
@@ -58,6 +59,12 @@ CALLS_OF_ONE = 25
 
 FOR_NOTHING = 4
 """Captures after which a function without gradients is no longer captured, if nearly each call has captured it."""
+
+VARIES = STATIC_CAPTURES + 2
+"""Captures after which a function is no longer captured, but what it calls is, if each call has."""
+
+MOSTLY = 0.9
+"""Share of the bytes of a graph's tensors that have the same shapes in another capture from which on little in it varies."""
 
 LITTLE = 0.05
 """Share of the bytes that a call saves for its backward up to which a function may be left alone since its sizes vary."""
@@ -424,7 +431,8 @@ class Captures:
         """No longer capture the functions that nearly every call captures anew, since sizes in them vary that are no symbols.
 
         Only functions whose graphs save little of what the call does are left, since nothing of theirs is planned then; those
-        without gradients, of which nothing is planned anyway, soon.
+        without gradients, of which nothing is planned anyway, soon. Where little varies in what saves more (a network, and the
+        first ops on the targets), what it calls is captured in its place.
 
         Args:
             graphs: all captured graphs.
@@ -441,8 +449,22 @@ class Captures:
             if not goes_on and not internals.is_code_of(nothing, self._function):
                 self._passed_codes.add(nothing)  # as transforms of the batch
                 self._passed_for_nothing = True
-        often = self._recaptured.often(self._all_calls, OFTEN) & planned
-        codes = often - self._left_codes - self._passed_codes
+        known = planned - self._left_codes - self._passed_codes
+        if large := {
+            code
+            for code in self._recaptured.often(self._all_calls, VARIES) & known
+            if self._varies_little(code, graphs)
+        }:
+            self._reasons.failed(
+                f"{_names(large)} was captured in {VARIES} calls or more, since sizes of little in it change with each (the "
+                "targets of a detector, say); what it calls is planned in parts from now on: to have it planned whole, pad "
+                "these to one size"
+            )
+            self._pass(large)
+            for graph in graphs:
+                graph.left = True
+            return set(graphs)
+        codes = self._recaptured.often(self._all_calls, OFTEN) & known
         if not codes:
             return set()
         saved = Counter[types.CodeType | None]()
@@ -464,6 +486,26 @@ class Captures:
                 "were found, say); what else the step does stays planned"
             )
         return left
+
+    def _varies_little(self, code: types.CodeType | None, graphs: Sequence[Graph]) -> bool:
+        """Whether a function's graph of this call has mostly tensors of the same shapes as that of an earlier one."""
+        own = [graph for graph in self._call.path if graph.code is code]
+        earlier = [graph for graph in graphs if graph.code is code and graph not in own]
+        if not own or not earlier or any(graph.symbolic for graph in (*own, *earlier)):
+            return False
+        now, before = (_tensors(graph) for graph in (own[-1], earlier[-1]))
+        total, common = sum(now.values()), sum((now & before).values())
+        return common >= MOSTLY * total > 0
+
+
+def _tensors(graph: Graph) -> Counter[tuple[tuple[int, ...], str]]:
+    """Bytes of what a graph computes, by shape and dtype."""
+    found = Counter[tuple[tuple[int, ...], str]]()
+    computed = graph.captured.graph
+    for tensor in computed.tensors:
+        if tensor.role is TensorRole.INTERMEDIATE:
+            found[tuple(tensor.shape), str(tensor.dtype)] += computed.storages[tensor.storage]
+    return found
 
 
 def _names(codes: Iterable[types.CodeType]) -> str:

@@ -46,12 +46,24 @@ class Paths:
         self._plans, self._call, self._reasons, self._asked = plans, call, reasons, asked_bytes
         # By the shapes of a call and the first graphs of its path, the number of the plan of the last of these graphs.
         self._numbers: dict[tuple[Shapes, Path], int] = {}
+        self._shapes: dict[Path, Shapes] = {}  # of a call for which these first graphs of its path were planned last
         self._settled: Recent[tuple[Shapes, Path], None] = Recent()  # whole paths that need no other plans
         self._planned: Recent[Shapes, int] = Recent()  # how many paths were planned
 
     def number(self, graph: Graph) -> int | None:
-        """Number of the plan for ``graph`` as the present call's next graph; ``None`` where this path has none."""
-        return self._numbers.get((self._call.shapes, (*self._call.path, graph)))
+        """Number of the plan for ``graph`` as the present call's next graph; ``None`` where this path has none.
+
+        Sizes that vary outside of the graphs (of a detector's targets) change nothing about their plans.
+        """
+        path = (*self._call.path, graph)
+        found = self._numbers.get((self._call.shapes, path))
+        return self._at_other_sizes(path) if found is None else found
+
+    def _at_other_sizes(self, path: Path) -> int | None:
+        """Number of the plan for the last graph of a path, as it was planned for a call of other shapes."""
+        if path not in self._shapes or any(graph.sized is not None for graph in path):
+            return None
+        return self._numbers.get((self._shapes[path], path))
 
     def numbers(self, shapes: Shapes, path: Path) -> list[int] | None:
         """The numbers of the plans of a path; ``None`` where it was not planned as a whole."""
@@ -66,7 +78,9 @@ class Paths:
         """
         if not self._in_parts() or (shapes, path) in self._settled or shapes in self._plans.plain:
             return
-        if self._needs_one_plan(shapes, path):
+        if self._takes_plans_of_other_sizes(shapes, path):
+            pass
+        elif self._needs_one_plan(shapes, path):
             paths = self._planned.get(shapes) or 0
             if paths < MOST_PATHS:
                 self.plan_anew(shapes, path)
@@ -80,6 +94,19 @@ class Paths:
                 )
             self._planned[shapes] = paths + 1
         self._settled[shapes, path] = None
+
+    def _takes_plans_of_other_sizes(self, shapes: Shapes, path: Path) -> bool:
+        """Have a path of graphs that were all planned for a call of other shapes run by the same plans, if it can."""
+        firsts = [path[: i + 1] for i in range(len(path))]
+        if (shapes, path) in self.beside or any((shapes, first) in self._numbers for first in firsts):
+            return False
+        numbers = [self._at_other_sizes(first) for first in firsts]
+        if None in numbers or numbers != [number for _, number in self._call.ran]:
+            return False
+        self._numbers |= {
+            (shapes, first): number for first, number in zip(firsts, numbers, strict=True) if number is not None
+        }
+        return True
 
     def plan_anew(self, shapes: Shapes, path: Path) -> None:
         """Plan a path again; a budget that was lowered to less than the whole path needs is raised to that.
@@ -111,6 +138,7 @@ class Paths:
     def forget(self) -> None:
         """Forget all paths: they are planned again, when they come."""
         self._numbers.clear()
+        self._shapes.clear()
         self._settled.clear()
         self._planned.clear()
 
@@ -169,9 +197,7 @@ class Paths:
         parts = [
             Part(captured[graph], graph.weights, graph.around, one) for graph, one in zip(path, beside, strict=True)
         ]
-        together = functools.partial(
-            self._plans.together, parts, memory=path[0].memory, one_of_many=self._plans.are_many(shapes)
-        )
+        together = functools.partial(self._plans.together, parts, memory=path[0].memory, sizes=self._plans.many(shapes))
         try:
             plans = together(fixed=fixed)
         except InfeasibleBudgetError:
@@ -190,7 +216,7 @@ class Paths:
             return
         for i in range(len(fixed), len(path)):
             number = self._plans.add(plans[i], path[i], parts[i].captured)
-            self._numbers[shapes, path[: i + 1]] = number
+            self._numbers[shapes, path[: i + 1]], self._shapes[path[: i + 1]] = number, shapes
             self.planned_beside[number] = beside[i]
 
 

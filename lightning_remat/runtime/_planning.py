@@ -351,11 +351,11 @@ class Planning:
         return graph, plan
 
     def together(
-        self, parts: Sequence[Part], fixed: Sequence[Schedule], memory: DeviceMemory | None, *, one_of_many: bool
+        self, parts: Sequence[Part], fixed: Sequence[Schedule], memory: DeviceMemory | None, *, sizes: int
     ) -> list[Plan]:
         """Plans for the graphs of a call together; the first graphs keep the schedules in ``fixed``.
 
-        ``one_of_many``: whether the step comes with many sets of shapes, of which each is planned quickly.
+        ``sizes``: how many other sets of shapes the step comes with, where these are many: each is planned quickly.
         """
         alone = len(parts) == 1 and not fixed
         around = self.offloading(parts[0].graph, parts[0].captured, whole=alone, sharded=parts[0].around.sharded)
@@ -375,12 +375,12 @@ class Planning:
                 memory=memory,
                 reserved=self._reserved,
             )
-            if one_of_many:
+            if sizes:
                 with contextlib.suppress(InfeasibleBudgetError):
-                    return made(one_of_many=True)
+                    return made(sizes=sizes)
             return made()
 
-        facts = [self.config.budget, [schedule.to_dict() for schedule in fixed], one_of_many]
+        facts = [self.config.budget, [schedule.to_dict() for schedule in fixed], bool(sizes)]
 
         def question() -> str:
             beside = ((dataclasses.astuple(part.around), dataclasses.astuple(part.beside)) for part in parts)

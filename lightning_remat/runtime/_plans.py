@@ -25,7 +25,7 @@ from lightning_remat.planner._plan import FOR_NOW, FOR_ONCE, Plan
 from lightning_remat.planner._surroundings import Surroundings, Weights, replay_bytes
 from lightning_remat.planner._tiling import cheapest, forms
 from lightning_remat.planner._together import Part
-from lightning_remat.runtime._call import Call, Shapes
+from lightning_remat.runtime._call import Call, Shapes, growth
 from lightning_remat.runtime._graph import Graph
 from lightning_remat.runtime._moving import WATCHED_RUNS
 from lightning_remat.runtime._planning import Planning
@@ -40,11 +40,17 @@ _Made = TypeVar("_Made")
 _Planned = tuple[CapturedGraph, ComputationGraph, Plan]
 """A graph with costs, the same with what is held beside it, and its plan."""
 
+MOST_PLAIN = 16
+"""Sets of shapes at which the function itself fits, of those that were captured, with which others are compared."""
+
 EAGER_EXTRA = 1.25
 """Factor by which eager mode may hold more than the captured step without rematerialization (float dropout masks)."""
 
 MANY_SHAPES = 3
 """Sets of shapes for which the graphs of a call are measured and planned together at leisure; later ones quickly."""
+
+DEGREE = 3
+"""What a step holds grows with the sizes of what it is given to this power, at most (attention over pairs of residues)."""
 
 SECONDS_A_PART = 1.0
 """Time limit of a plan that one of several graphs of a call runs by once, before they are planned together."""
@@ -79,6 +85,8 @@ class Plans:
         self.graphs: list[Graph] = []
         self.limit: int | None = None
         self.plain: Recent[Shapes, int] = Recent()
+        self._known_plain: Recent[Shapes, int] = Recent(MOST_PLAIN)  # that were captured, with their baseline peaks
+        self._not_plain: Recent[Shapes, None] = Recent()  # that ran out of memory
         self.seconds = 0.0
         self.in_parts: Recent[Shapes, None] = Recent()
         self._reasons, self._call, self._on_plan = reasons, call, on_plan
@@ -98,9 +106,40 @@ class Plans:
         return [self.all[number] for _, number in self._call.ran]
 
     @property
-    def fits_as_it_is(self) -> bool:
-        """Whether the last plan has symbolic sizes, and the unchanged step fits at these sizes with room to spare."""
-        return isinstance(self._last, tuple) and fits_as_it_is(self._last[1])
+    def last_sized(self) -> SizedPlan | None:
+        """The last plan, where it has symbolic sizes."""
+        return self._last[1] if isinstance(self._last, tuple) else None
+
+    # -- what fits as it is -------------------------------------------------------------------------------------------
+
+    def leave_plain(self, shapes: Shapes, number: int, plan: Plan | SizedPlan) -> None:
+        """Run the function itself for these shapes, since it fits; ``number`` is that of the call's largest plan."""
+        self.plain[shapes] = number
+        self._known_plain[shapes] = plan.baseline_peak_bytes
+
+    def is_plain(self, shapes: Shapes) -> bool:
+        """Whether the function itself runs at these shapes: it fits, or must by what it holds at other sizes."""
+        if shapes in self.plain:
+            return True
+        if not len(self._known_plain) or shapes in self._not_plain or not self.planning.budget_is_fixed:
+            return False
+        for known in list(self._known_plain):
+            larger_by, number, held = growth(shapes, known), self.plain.get(known), self._known_plain.get(known)
+            if larger_by is None or number is None or held is None:
+                continue
+            budget = self.all[number].budget_bytes if self.limit is None else self.limit
+            if held * larger_by**DEGREE * EAGER_EXTRA <= budget:
+                self.plain[shapes] = number
+                return True
+        return False
+
+    def capture_though_it_fits(self, shapes: Shapes) -> bool:
+        """Have a call of these shapes captured that has run as it is, by what it holds at others; returns whether it has."""
+        if shapes not in self.plain or shapes in self._known_plain:
+            return False
+        self.plain.keep(lambda known, _: known != shapes)
+        self._not_plain[shapes] = None
+        return True
 
     # -- what has run -------------------------------------------------------------------------------------------------
 
@@ -164,7 +203,7 @@ class Plans:
     def _first_within(
         self, captured: CapturedGraph, weights: Weights, whole: bool, room_bytes: int, *, staged: bool
     ) -> tuple[CapturedGraph, ComputationGraph, Plan, Surroundings, DeviceMemory | None]:
-        one_of_many = self.are_many(self._call.shapes)
+        one_of_many = bool(self.many(self._call.shapes))
         captured, cost_seconds = self.planning.measured(captured, traced=True, one_of_many=one_of_many)
         if staged and parse_budget(self.planning.config.budget).kind is not BudgetKind.MIN:
             with contextlib.suppress(InfeasibleBudgetError):
@@ -273,16 +312,17 @@ class Plans:
         earlier = [(self.all[number], graph.weights) for graph, number in self._call.ran]
         return self.planning.made(captured, weights, around, memory, known=self.all, earlier=earlier, **others)
 
-    def are_many(self, shapes: Shapes) -> bool:
-        """Whether the graphs of calls were planned together for many other sets of shapes than these."""
-        return sum(known != shapes for known in self.in_parts) >= MANY_SHAPES
+    def many(self, shapes: Shapes) -> int:
+        """For how many other sets of shapes than these the graphs of calls were planned together; 0 where they are few."""
+        others = len(self.in_parts) - (shapes in self.in_parts)
+        return others if others >= MANY_SHAPES else 0
 
     def together(
-        self, parts: Sequence[Part], fixed: Sequence[int], memory: DeviceMemory | None, *, one_of_many: bool
+        self, parts: Sequence[Part], fixed: Sequence[int], memory: DeviceMemory | None, *, sizes: int
     ) -> list[Plan]:
         """Plans for the graphs of a call together; the first graphs keep their plans, by their numbers in ``fixed``."""
         schedules = [self.all[number].schedule for number in fixed]
-        return self.planning.together(parts, schedules, memory, one_of_many=one_of_many)
+        return self.planning.together(parts, schedules, memory, sizes=sizes)
 
     def again(self, graph: Graph, *, part: bool = False) -> None:
         """Plan a graph again if its plan is over the lowered budget, or has no room for copies of changing buffers.
@@ -395,11 +435,8 @@ class Plans:
         """Lower the budget of all later plans to so many bytes."""
         self._limit_to(budget_bytes)
         self.planning.config = dataclasses.replace(self.planning.config, budget=budget_bytes)
-        self.plain.keep(
-            lambda shapes, number: (
-                shapes != self._call.shapes and self.all[number].baseline_peak_bytes * EAGER_EXTRA <= budget_bytes
-            )
-        )
+        self._known_plain.keep(lambda shapes, held: shapes != self._call.shapes and held * EAGER_EXTRA <= budget_bytes)
+        self.plain.keep(lambda shapes, _: shapes in self._known_plain)
 
     def take_the_smallest(self) -> None:
         """Make the smallest of all later plans, whatever the budget."""

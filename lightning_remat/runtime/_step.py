@@ -226,7 +226,7 @@ class ScheduledStep:
         self._call.begin(leaves)
         if not again:
             self._plan_with_what_was_measured()
-        if self._call.shapes in self._plans.plain:
+        if self._plans.is_plain(self._call.shapes):
             return self.function(*args, **kwargs)
         started, planning_seconds, graphs = time.monotonic(), self._plans.seconds, len(self._plans.graphs)
         if not self._checkpointed:  # plans do not change between a call and its second evaluation
@@ -340,7 +340,7 @@ class ScheduledStep:
         """
         shapes, numbers = self._call.shapes, self._call.captured
         if self.leave_alone and not self._is_sharded and self._fits_as_it_is(numbers):
-            self._plans.plain[shapes] = max(numbers, key=lambda i: self.plans[i].baseline_peak_bytes)
+            self._leave_plain(numbers)
             log.info("%s fits as it is: nothing is swapped in for these shapes", self.name or "the step")
         elif len(self._call.ran) == 1 and self.config.background and self._call.ran[0][0].sized is None:
             self._improving.waiting.append(self._call.ran[0][0])
@@ -372,8 +372,9 @@ class ScheduledStep:
                 "it is captured as several graphs" if len(path) > 1 else "its sizes are not symbolic"
             )
         elif symbolic and path[0].sized is not None:
-            if self.leave_alone and self._plans.fits_as_it_is:
-                self._plans.plain[shapes] = self._call.ran[0][1]
+            sized = self._plans.last_sized
+            if self.leave_alone and sized is not None and fits_as_it_is(sized):
+                self._plans.leave_plain(shapes, sized.number, sized)
         elif not self._captures.waits and not any(graph.left for graph in path):  # else the next one takes another path
             try:
                 self._paths.plan(shapes, path)
@@ -384,7 +385,7 @@ class ScheduledStep:
                     self._plans.or_smallest(error, lambda: self._paths.plan(shapes, path))
             planned = self._paths.numbers(shapes, path) if self.leave_alone and self._is_sharded else None
             if planned and self._fits_as_it_is(planned):
-                self._plans.plain[shapes] = max(planned, key=lambda i: self.plans[i].baseline_peak_bytes)
+                self._leave_plain(planned)
                 log.info("%s fits as it is: nothing is swapped in for these shapes", self.name or "the step")
 
     @property
@@ -394,6 +395,10 @@ class ScheduledStep:
 
     def _fits_as_it_is(self, numbers: Sequence[int]) -> bool:
         return not self._recordings.any and all(fits_as_it_is(self.plans[number]) for number in numbers)
+
+    def _leave_plain(self, numbers: Sequence[int]) -> None:
+        largest = max(numbers, key=lambda i: self.plans[i].baseline_peak_bytes)
+        self._plans.leave_plain(self._call.shapes, largest, self.plans[largest])
 
     def _adds_gradients(self, result: Any) -> bool:
         """Let a call's only graph add its gradients to ``.grad``, if it may; returns whether this is as expected."""
@@ -512,6 +517,8 @@ class ScheduledStep:
             InfeasibleBudgetError: when what ran cannot do with less than it had.
         """
         plain = self._plans.plain.get(self._call.shapes)
+        if budget_bytes is None and plain is not None and self._plans.capture_though_it_fits(self._call.shapes):
+            return self.plans[plain].budget_bytes if self._plans.limit is None else self._plans.limit
         numbers = [number for _, number in self._call.ran] or ([plain] if plain is not None else [])
         if self._reasons.gave_up or not numbers:
             return None

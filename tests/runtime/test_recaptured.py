@@ -183,3 +183,45 @@ def test_what_has_no_graph_is_soon_left() -> None:
             assert torch._dynamo.utils.counters["frames"]["total"] == frames
             assert sum(call.runs) >= 24
     training.assert_same(*found)
+
+
+class Targets(nn.Module):
+    """A network, in front of the first ops on targets whose number varies, and of a value that Python asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Dropout(0.1)) for _ in range(4)])
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.net(x), targets)
+
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        targets = targets * 2 - 1
+        torch._dynamo.graph_break()
+        return self.assigned(self.head(hidden), targets)
+
+    def assigned(self, found: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.cdist(targets, found).min(1).values.mean() + found.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:.*since sizes (of little )?in it change with each")
+def test_a_network_is_captured_on_its_own_where_the_sizes_of_targets_vary() -> None:
+    found = []
+    for run in (False, True):
+        torch.manual_seed(0)
+        module = Targets()
+        call = rematerialize(module, 0.5, cost_model="unit", solver="greedy") if run else module
+        x, gradients, calls = torch.randn(256, 32), [], _captures.VARIES + 3 * OFTEN + 2
+        for number in range(calls):
+            if number == calls - 1 and run:
+                plans, runs = len(call.plans), sum(call.runs)
+            gradients.append(torch.autograd.grad(call(x, torch.rand(3 + number, 4)), list(module.parameters())))
+        found.append(gradients)
+        if run:
+            said = "\n".join(call.failures)
+            assert "sizes of little in it change" in said and "Targets.forward" in said
+            assert sum(call.runs) > runs, "the network runs by its plan"
+            assert len(call.plans) == plans, "nothing is captured or planned for another number of targets"
+            assert any(plan.rematerializes for plan in call.plans[-3:])
+    training.assert_same(*found)

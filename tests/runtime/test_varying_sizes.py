@@ -218,6 +218,47 @@ def test_less_memory_at_a_point_of_the_grid() -> None:
     assert step.plan.rematerializes and step.plan.predicted_peak_bytes <= budget
 
 
+def left_alone(budget: str | int) -> tuple[Any, Encoder]:
+    """A step that runs as it is where it fits, as in a `Trainer`, and its module."""
+    torch.manual_seed(0)
+    module = Encoder()
+    step = rematerialize(module, budget=budget, cost_model="unit", solver="greedy")
+    step.scheduled.leave_alone = True
+    return step, module
+
+
+def test_what_must_fit_at_other_sizes_is_not_captured() -> None:
+    """Nothing that a step holds grows faster than with the third power of the sizes of what it is given."""
+    step, module = left_alone("1GiB")
+    eager = copy.deepcopy(module)
+    for number, length in enumerate((24, 10, 25, 60, 31, 24)):
+        torch.manual_seed(number)
+        step(tokens(length)).backward()
+        torch.manual_seed(number)
+        eager(tokens(length)).backward()
+    assert step.runs == (1,) and graphs(step) == 1
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(module.parameters(), eager.parameters(), strict=True))
+
+
+def test_what_may_not_fit_at_other_sizes_is_captured() -> None:
+    step, _ = left_alone("1GiB")
+    step(tokens(24)).backward()
+    step, _ = left_alone(int(1.25 * 1.5 * step.plan.baseline_peak_bytes))
+    for length, plans in ((24, 1), (20, 1), (26, 1), (40, 2), (24, 2), (27, 2)):
+        step(tokens(length)).backward()
+        assert len(step.plans) == plans, length
+
+
+def test_sizes_that_were_taken_to_fit_and_did_not_are_captured() -> None:
+    step, _ = left_alone("1GiB")
+    for length in (24, 26):
+        step(tokens(length)).backward()
+    budget = step._step.tighten()  # out of memory
+    assert budget == 2**30 and step.runs == (1,)
+    step(tokens(26)).backward()
+    assert step.runs == (1, 1)
+
+
 def test_in_a_trainer() -> None:
     _, _, remat = compare(
         Classifier, train=batches_of_lengths, plans=None, remat=callback(0.5, solver="crossing"), max_epochs=2
