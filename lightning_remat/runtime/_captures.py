@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import re
 import types
 import weakref
 from collections import Counter
@@ -50,6 +51,9 @@ MANY_CAPTURES = 16
 
 MOST_CAPTURES = 4
 """Captures for the same shapes, at most, before the step is taken to depend on a value that changes in every call."""
+
+MOST_OF_KNOWN = 2
+"""The same for a float that is asked for before the step, of which each capture makes a constant (a batch norm's momentum)."""
 
 MOST_OF_CALLED = 2
 """The same once only what the step calls is captured, where that is a single graph: it reads the value then."""
@@ -360,6 +364,8 @@ class Captures:
             )
         counted, last = self._captures.get(shapes) or (0, 0)
         captures = max(0, counted - (self._all_calls - last) // CALLS_OF_ONE) + 1
+        if captures > MOST_OF_KNOWN and self._leave_known_floats():
+            captures = MOST_CAPTURES - 1  # what reads them is captured in parts now, and soon left if it varies still
         self._captures[shapes] = captures, self._all_calls
         if captures <= (MOST_OF_CALLED if self.passes and len(self._call.path) == 1 else MOST_CAPTURES):
             return ""
@@ -369,6 +375,15 @@ class Captures:
             f"was captured {captures} times for the same shapes, because it depends on a value that changes from call "
             f"to call ({words})"
         )
+
+    def _leave_known_floats(self) -> bool:
+        """Ask no more before the step for floats of which this capture has made constants; returns whether it has."""
+        condition = internals.recapture_reason(self._call.began) or ""
+        left = self.early.leave_floats(re.findall(r"early_\d+", condition))
+        if left:
+            self.early.leave_floats(None)  # as a rule there is one in each layer
+            self.anew()
+        return left
 
     def ask_no_more(self, shapes: Shapes) -> bool:
         """Ask nothing of the values of a batch before the step, since this led to too many captures; returns whether it did."""
@@ -488,10 +503,10 @@ class Captures:
         return left
 
     def _varies_little(self, code: types.CodeType | None, graphs: Sequence[Graph]) -> bool:
-        """Whether a function's graph of this call has mostly tensors of the same shapes as that of an earlier one."""
+        """Whether a function's graph of a call of new shapes has mostly tensors of the same shapes as an earlier one."""
         own = [graph for graph in self._call.path if graph.code is code]
         earlier = [graph for graph in graphs if graph.code is code and graph not in own]
-        if not own or not earlier or any(graph.symbolic for graph in (*own, *earlier)):
+        if self._call.number > 1 or not own or not earlier or any(graph.symbolic for graph in (*own, *earlier)):
             return False
         now, before = (_tensors(graph) for graph in (own[-1], earlier[-1]))
         total, common = sum(now.values()), sum((now & before).values())

@@ -221,13 +221,13 @@ class Early:
             self._leave(set(self._sizes))
         return bool(found)
 
-    def leave_floats(self, names: Sequence[str]) -> bool:
+    def leave_floats(self, names: Sequence[str] | None) -> bool:
         """Leave these floats to Dynamo from now on, by their sources' names; returns whether any of them was known so far.
 
-        The names of their symbols change with each trace, by which Dynamo would make constants of them.
+        The names of their symbols change with each trace, by which Dynamo would make constants of them. ``None``: all floats.
         """
-        given = {name.rpartition(".")[2] for name in names}
-        return self._leave({key for key in self._asked[float] if self._names.get(key) in given})
+        given = None if names is None else {name.rpartition(".")[2] for name in names}
+        return self._leave({key for key in self._asked[float] if given is None or self._names.get(key) in given})
 
     def leave_sizes(self) -> bool:
         """Leave rows, and integers that are sizes, to Dynamo from now on; returns whether there were any."""
