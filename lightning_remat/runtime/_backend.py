@@ -49,7 +49,7 @@ from lightning_remat.capture.rewritings import HandOver
 from lightning_remat.capture.tracing._data import REFUSAL, REFUSED
 from lightning_remat.capture.tracing._functions import differentiable_backwards, differentiates, is_differentiable
 from lightning_remat.capture.tracing._inference import without_inference_mode
-from lightning_remat.errors import CaptureError, GraphError, RematError, ScheduleError
+from lightning_remat.errors import CaptureError, GraphError, InfeasibleBudgetError, RematError, ScheduleError
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.lowering import lower, without_tangents
 from lightning_remat.planner._device_memory import DeviceMemory
@@ -66,19 +66,22 @@ log = logging.getLogger(__name__)
 
 
 class NoSymbols(BaseException):
-    """A capture with symbolic sizes has failed, for this reason, before any captured graph of the call has run."""
+    """A capture with symbolic sizes has failed, for this reason, before anything of the call has run."""
 
 
 class NoPacking(BaseException):
-    """Carries the reason why recurrent layers over packed sequences cannot be part of a plan; no graph of the call has run."""
+    """Carries the reason why recurrent layers over packed sequences cannot be part of a plan; nothing of the call has run."""
 
 
 class Stop(BaseException):
-    """Carries a `RematError` through Dynamo, which would swallow the error itself and run the frame in eager mode."""
+    """Carries a `RematError` through Dynamo, which would swallow the error itself and run the frame in eager mode.
 
-    def __init__(self, error: RematError) -> None:
+    ``begins``: whether nothing of the call has run.
+    """
+
+    def __init__(self, error: RematError, begins: bool) -> None:
         super().__init__(str(error))
-        self.error = error
+        self.error, self.begins = error, begins
 
 
 class Backend:
@@ -89,10 +92,23 @@ class Backend:
         step: the step that its graphs are parts of.
         accumulates: asked when a graph is captured: whether its backward may add gradients to ``.grad`` itself.
         shared: whether what a call reads may be read outside of it too, before the backward (see `ScheduledStep`).
+        goes_on: told that nothing fits the budget; returns whether training goes on by the smallest plans.
     """
 
-    def __init__(self, function: Callable[..., Any], step: Step, accumulates: Callable[[], bool], shared: bool) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        step: Step,
+        accumulates: Callable[[], bool],
+        shared: bool,
+        goes_on: Callable[[Exception], bool],
+    ) -> None:
         self.function, self.step, self.accumulates, self.shared = function, step, accumulates, shared
+        self.goes_on = goes_on
+
+    def begins(self, code: types.CodeType | None) -> bool:
+        """Whether nothing of the call has run where a frame of this code is captured, so that it can be called once more."""
+        return not self.step.call.ran and code is not None and code is internals.code_of(self.function)
 
     def __call__(
         self,
@@ -156,13 +172,21 @@ class Backend:
         except Exception as error:  # whatever torch raises: the graph runs as before, and a warning gives the reason
             with_constants()
             reason = REFUSED if REFUSAL in str(error) else f"{type(error).__name__}: {error}"
+            otherwise: NoSymbols | NoPacking | None = None
             if symbolic and not self.step.call.ran:
-                raise NoSymbols(reason) from error
-            if isinstance(error, AddedElsewhereError) and not self.step.call.ran:
-                raise NoPacking(reason) from error
+                otherwise = NoSymbols(reason)
+            elif isinstance(error, AddedElsewhereError) and not self.step.call.ran:
+                otherwise = NoPacking(reason)
+            if otherwise is not None and self.begins(code):
+                raise otherwise from error
             if in_checkpoints:  # if this graph ran, nothing would be checkpointed, and random numbers would be others
                 self.step.reasons.give_up(reason)
                 raise
+            if (
+                otherwise is not None
+            ):  # what comes before a graph break has run, and may have drawn or changed something
+                self.step.call.otherwise = otherwise
+                return as_in_eager_mode(module).forward
             self.step.reasons.failed(reason, error)
             return as_in_eager_mode(module).forward
 
@@ -289,6 +313,7 @@ class _Handed:
         self._step, self._shared = backend.step, backend.shared
         self._module, self._inputs, self._code = module, inputs, code
         self._in_checkpoints = in_checkpoints
+        self._begins, self._goes_on = backend.begins(code), backend.goes_on
         around = backend.step.plans.planning.surroundings()
         sharded = around.sharded  # then it is one of several: hooks stand between
         self._whole = internals.is_whole_function(module, inputs) and not sharded
@@ -366,19 +391,26 @@ class _Handed:
         buffers = MovingBuffers(captured, self._inputs, self._step.call.batch)
         if self._whole and not captured.symbols:
             buffers.planned_bytes = buffers.most_bytes
+        first = functools.partial(
+            self._step.plans.first,
+            captured,
+            self._weights,
+            self._whole,
+            buffers.planned_bytes + self._step.recordings.room_bytes(captured),
+            staged=self._stages is not None,
+        )
         try:
             with internals.real_tensors(), internals.collected():
-                captured, problem, plan, around, memory = self._step.plans.first(
-                    captured,
-                    self._weights,
-                    self._whole,
-                    buffers.planned_bytes + self._step.recordings.room_bytes(captured),
-                    staged=self._stages is not None,
-                )
+                try:
+                    captured, problem, plan, around, memory = first()
+                except InfeasibleBudgetError as error:
+                    if self._begins or not self._goes_on(error):
+                        raise
+                    captured, problem, plan, around, memory = first()
         except (CaptureError, ScheduleError, GraphError):  # this library's defects must not end the user's step
             raise
         except RematError as error:
-            raise Stop(error) from error
+            raise Stop(error, self._begins) from error
         number = self._step.plans.number_of(plan)
         self._planned = _Planned(captured, problem, around, memory, number, buffers)
         summands = 0 if self._reading.last else sum(len(positions) - 1 for positions in self._sums.values())

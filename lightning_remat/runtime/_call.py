@@ -29,6 +29,7 @@ class Call:
         captured: numbers of the plans of the graphs that were captured in it; a plan may have been there before.
         nodes: nodes of autograd's graph that its graphs have made.
         runs: whether it has not returned yet.
+        otherwise: says how later calls are to be captured (`NoSymbols`, `NoPacking`); ``None`` where that is as this one was.
     """
 
     def __init__(self) -> None:
@@ -41,6 +42,7 @@ class Call:
         self.captured: list[int] = []
         self.nodes: set[Any] = set()
         self.runs = False
+        self.otherwise: BaseException | None = None
 
     def begin(self, leaves: Sequence[torch.Tensor]) -> None:
         """The next call begins, and is given these tensors."""
@@ -50,7 +52,7 @@ class Call:
         self.ran.clear()
         self.captured.clear()
         self.nodes.clear()
-        self.runs = True
+        self.runs, self.otherwise = True, None
 
     @property
     def path(self) -> Path:

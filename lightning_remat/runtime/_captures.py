@@ -457,11 +457,10 @@ class Captures:
         """
         planned = {graph.code for graph in graphs}
         # What goes on after a graph break in a function is planned: so the function is captured too.
-        lines = {(code.co_filename, code.co_firstlineno) for code in planned if code is not None}
+        begun = {internals.begun_by(code) for code in planned if code is not None}
         times = FOR_NOTHING // 2 if self._passed_for_nothing else FOR_NOTHING  # what one calls varies with it
         for nothing in self._recaptured.often(self._all_calls, times) - planned:
-            goes_on = (nothing.co_filename, nothing.co_firstlineno) in lines
-            if not goes_on and not internals.is_code_of(nothing, self._function):
+            if internals.begun_by(nothing) not in begun and not internals.is_code_of(nothing, self._function):
                 self._passed_codes.add(nothing)  # as transforms of the batch
                 self._passed_for_nothing = True
         known = planned - self._left_codes - self._passed_codes

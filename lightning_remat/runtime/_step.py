@@ -14,6 +14,7 @@ import functools
 import logging
 import operator
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -161,7 +162,13 @@ class ScheduledStep:
             self.taken,
             reduces,
         )
-        self._backend = Backend(function, step, accumulates, shared)
+        weakly = weakref.ref(self)  # Dynamo keeps the backend
+
+        def goes_on(error: Exception) -> bool:
+            own = weakly()
+            return own is not None and own._goes_on(error)
+
+        self._backend = Backend(function, step, accumulates, shared, goes_on)
         self._captures = Captures(function, self._backend, self._call, self._reasons, dynamic_sources)
         self._planned_calls: Recent[Shapes, int] = Recent()  # how often a call of some shapes has run by plans
         self._lazy = True  # its modules may have parameters that get their shapes in the first call
@@ -205,12 +212,10 @@ class ScheduledStep:
             while True:
                 try:
                     return self._run(args, kwargs)
-                except NoSymbols as without:
-                    self._captures.without_symbols(str(without))
-                except NoPacking as without:
-                    self._captures.without_packing(str(without))
+                except (NoSymbols, NoPacking) as without:
+                    self._capture_otherwise(without)
                 except Stop as stop:
-                    if self._call.ran or not self._goes_on(stop.error):
+                    if self._call.ran or not stop.begins or not self._goes_on(stop.error):
                         raise stop.error from stop.error.__cause__
         finally:
             self._captures.early.end()
@@ -267,6 +272,12 @@ class ScheduledStep:
             self._call.planned += 1
         return result
 
+    def _capture_otherwise(self, without: BaseException) -> None:
+        if isinstance(without, NoSymbols):
+            self._captures.without_symbols(str(without))
+        else:
+            self._captures.without_packing(str(without))
+
     def _goes_on(self, error: Exception) -> bool:
         """Whether training that has gone on by plans goes on by the smallest ones, now that the budget cannot be held."""
         calls = self._planned_calls.get(self._call.shapes) or 0
@@ -320,7 +331,7 @@ class ScheduledStep:
             found = f" ({reasons[0].splitlines()[0]})" if reasons else "; TORCH_LOGS=graph_breaks says more"
             if reasons or internals.tensor_leaves(result):  # otherwise it has nothing to learn from this batch
                 self._reasons.failed(f"no operation with gradients could be captured in it{found}")
-        if symbolic and not self._call.ran:
+        if symbolic and not self._call.ran and self._call.otherwise is None:
             for reason in reasons:
                 self._reasons.failed(f"with symbolic sizes, {reason}")
 
@@ -364,7 +375,9 @@ class ScheduledStep:
         for graph in path:
             if graph.changes is not None:
                 graph.changes.look()
-        if not self._adds_gradients(result):
+        if self._call.otherwise is not None:
+            self._capture_otherwise(self._call.otherwise)
+        elif not self._adds_gradients(result):
             self._backend.accumulates = bool
             self._captures.anew()  # with all gradients returned
         elif symbolic and (len(path) != 1 or not path[0].symbolic):

@@ -14,7 +14,9 @@ from torch import nn
 from torch.nn import functional
 
 from lightning_remat import InfeasibleBudgetError, rematerialize
+from lightning_remat.capture import _torch as internals
 from lightning_remat.measure import held_bytes, peak_memory
+from lightning_remat.runtime import _backend
 from lightning_remat.runtime._captures import STATIC_CAPTURES
 from lightning_remat.runtime._sized_plans import STEPS_A_DOUBLING, rounded_up
 from tests.helpers.cases import slow_but
@@ -272,3 +274,43 @@ def test_the_grid(size: int) -> None:
     assert size <= found <= size * 2 ** (1 / STEPS_A_DOUBLING) + 1
     assert rounded_up(found) == found
     assert rounded_up(size, size + 1) <= size + 1
+
+
+class Draws(nn.Module):
+    """Draws, counts, and breaks the graph, before what is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = x + torch.randn(x.shape)
+        torch._dynamo.graph_break()
+        return self.layer(x).square().mean()
+
+
+def test_what_comes_before_a_graph_break_runs_once_where_symbols_fail_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    captured, failed = _backend._Handed.captured, []
+
+    def without_symbols(handed: Any) -> Any:
+        if any(map(internals.is_size_of_tensor, handed._inputs)):
+            failed.append(handed)
+            raise RuntimeError("no symbols here")
+        return captured(handed)
+
+    monkeypatch.setattr(_backend._Handed, "captured", without_symbols)
+    found = []
+    for run in (False, True):
+        torch.manual_seed(0)
+        module, seen = Draws(), []
+        call = rematerialize(module, budget=1.0, cost_model="unit", solver="greedy") if run else module
+        for number in range(STATIC_CAPTURES + 3):
+            module.zero_grad()
+            call(torch.ones(3, 7 + number, 8)).backward()
+            seen.append((module.layer.weight.grad, torch.get_rng_state(), torch.tensor(module.calls)))
+        found.append(seen)
+        assert not run or (sum(call.runs) == STATIC_CAPTURES + 2 and failed)  # all but that call
+    assert all(torch.equal(a, b) for one, other in zip(*found, strict=True) for a, b in zip(one, other, strict=True))

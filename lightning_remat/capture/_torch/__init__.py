@@ -70,6 +70,7 @@ if TYPE_CHECKING or not unknown_torch():
     )
     from lightning_remat.capture._torch._frames import (
         Uncaptured,
+        begun_by,
         capture_failures,
         code_of,
         codes_of_torch,
@@ -215,6 +216,7 @@ __all__ = [
     "attribute_of",
     "autocast_region",
     "backward_number",
+    "begun_by",
     "boxed",
     "build_attribute",
     "build_number",

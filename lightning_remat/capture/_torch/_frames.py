@@ -15,6 +15,7 @@ import contextlib
 import functools
 import inspect
 import os
+import re
 import types
 import weakref
 from collections import Counter
@@ -302,6 +303,11 @@ _GOES_ON = "torch_dynamo_resume_in_"
 def goes_on(code: types.CodeType | None) -> bool:
     """Whether a frame is one in which Dynamo goes on after a graph break."""
     return code is not None and code.co_name.startswith(_GOES_ON)
+
+
+def begun_by(code: types.CodeType) -> tuple[str, str]:
+    """File and qualified name of the function that a frame of this code is of, also where Dynamo goes on in it."""
+    return code.co_filename, re.sub(rf"{_GOES_ON}(.+)_at_\d+$", r"\1", code.co_qualname)
 
 
 def capture_failures() -> Counter[str]:
