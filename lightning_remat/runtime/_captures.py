@@ -35,7 +35,6 @@ from lightning_remat.capture.tracing._messages import messages_stay
 from lightning_remat.capture.tracing._numpy import numpy_as_constants
 from lightning_remat.capture.tracing._recorded_outputs import recording_is_installed
 from lightning_remat.capture.tracing._rows import rows_are_found
-from lightning_remat.graph import TensorRole
 from lightning_remat.runtime._call import Call, Shapes, alike_but_for_sizes, varying
 from lightning_remat.runtime._graph import Graph
 from lightning_remat.runtime._reasons import Reasons
@@ -502,23 +501,23 @@ class Captures:
         return left
 
     def _varies_little(self, code: types.CodeType | None, graphs: Sequence[Graph]) -> bool:
-        """Whether a function's graph of a call of new shapes has mostly tensors of the same shapes as an earlier one."""
+        """Whether a function, in a call of new shapes, mostly computes tensors of submodules that it has computed before."""
         own = [graph for graph in self._call.path if graph.code is code]
         earlier = [graph for graph in graphs if graph.code is code and graph not in own]
         if self._call.number > 1 or not own or not earlier or any(graph.symbolic for graph in (*own, *earlier)):
             return False
-        now, before = (_tensors(graph) for graph in (own[-1], earlier[-1]))
-        total, common = sum(now.values()), sum((now & before).values())
-        return common >= MOSTLY * total > 0
+        now, before = (_computed(graph) for graph in (own[-1], earlier[-1]))
+        common = sum(nbytes for (module, *_), nbytes in (now & before).items() if module)
+        return common >= MOSTLY * sum(now.values()) > 0
 
 
-def _tensors(graph: Graph) -> Counter[tuple[tuple[int, ...], str]]:
-    """Bytes of what a graph computes, by shape and dtype."""
-    found = Counter[tuple[tuple[int, ...], str]]()
+def _computed(graph: Graph) -> Counter[tuple[str, tuple[int, ...], str]]:
+    """Bytes of what a graph computes, by submodule ("" for none), shape and dtype."""
+    found = Counter[tuple[str, tuple[int, ...], str]]()
     computed = graph.captured.graph
-    for tensor in computed.tensors:
-        if tensor.role is TensorRole.INTERMEDIATE:
-            found[tuple(tensor.shape), str(tensor.dtype)] += computed.storages[tensor.storage]
+    for op in computed.ops:
+        for tensor in map(computed.tensors.__getitem__, op.outputs):
+            found[op.module, tuple(tensor.shape), str(tensor.dtype)] += computed.storages[tensor.storage]
     return found
 
 

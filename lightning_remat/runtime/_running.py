@@ -262,7 +262,8 @@ class Runner:
         without = {graph.captured.gradient_arguments[i] for i in dropped}
         if graph.accumulator is not None:
             graph.accumulator.begin(run.added if together is None else {}, without)
-        if not graph.sized and graph.exchange.saves_nothing(graph.versions[run.number]):
+        replays = graph.sized is not None or self._step.recordings.any
+        if not replays and graph.exchange.saves_nothing(graph.versions[run.number]):
             internals.keep_saved(node)  # nor is there anything in eager mode that a second backward would miss
         elif internals.needs_kept(node):
             reasons.give_up(
