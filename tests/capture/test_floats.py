@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_remat import rematerialize
 from lightning_remat.planner import RematConfig
 from lightning_remat.runtime import ScheduledStep
 from lightning_remat.runtime._measuring import MEASURED
@@ -365,3 +367,22 @@ def test_what_the_process_has_compiled_before_does_not_matter() -> None:
     torch.compile(nn.Linear(2, 2), backend="aot_eager")(torch.randn(3, 2))
     assert run_as_eager(of_many_ops).runs == [1, 4]
     assert asked is None or asked()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch has given up on what was captured")
+def test_a_momentum_that_changes_with_each_step_is_soon_left() -> None:
+    """torch's kernels want it known: each capture has made a constant of it, for both layers."""
+    norms = [nn.BatchNorm1d(16, momentum=None) for _ in range(2)]
+    module = nn.Sequential(nn.Linear(16, 16), norms[0], nn.Tanh(), nn.Linear(16, 16), norms[1], nn.Tanh())
+    eager = copy.deepcopy(module)
+    call = rematerialize(module, budget=1.0, cost_model="unit", solver="greedy")
+    captures = []
+    for seed in range(12):
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        for step in (call, eager):
+            step(x).square().mean().backward()
+        captures.append(torch._dynamo.utils.counters["stats"]["unique_graphs"] > before)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), eager.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(module.buffers(), eager.buffers(), strict=True))
+    assert sum(captures) <= 8 and not any(captures[-3:])
