@@ -182,9 +182,8 @@ class Backend:
             if in_checkpoints:  # if this graph ran, nothing would be checkpointed, and random numbers would be others
                 self.step.reasons.give_up(reason)
                 raise
-            if (
-                otherwise is not None
-            ):  # what comes before a graph break has run, and may have drawn or changed something
+            if otherwise is not None:
+                # What comes before a graph break has run, and may have drawn or changed something.
                 self.step.call.otherwise = otherwise
                 return as_in_eager_mode(module).forward
             self.step.reasons.failed(reason, error)

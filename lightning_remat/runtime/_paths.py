@@ -78,9 +78,7 @@ class Paths:
         """
         if not self._in_parts() or (shapes, path) in self._settled or shapes in self._plans.plain:
             return
-        if self._takes_plans_of_other_sizes(shapes, path):
-            pass
-        elif self._needs_one_plan(shapes, path):
+        if not self._takes_plans_of_other_sizes(shapes, path) and self._needs_one_plan(shapes, path):
             paths = self._planned.get(shapes) or 0
             if paths < MOST_PATHS:
                 self.plan_anew(shapes, path)
