@@ -14,7 +14,11 @@ from lightning_remat.measure import held_bytes
 from lightning_remat.planner import RematWarning
 
 
-def optimizer_state_bytes(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> int:
+def optimizer_state_bytes(
+    optimizers: Sequence[torch.optim.Optimizer],
+    device: torch.device,
+    untried: list[torch.optim.Optimizer] | None = None,
+) -> int:
     """Bytes of optimizer state on ``device`` once every parameter has been updated.
 
     State that exists is counted as it is. For a parameter that has none yet (before the first step, or since it was added or
@@ -24,15 +28,17 @@ def optimizer_state_bytes(optimizers: Sequence[torch.optim.Optimizer], device: t
     Args:
         optimizers: as configured; they and their parameters are not changed.
         device: only bytes on this device are counted.
+        untried: a list that optimizers are added to whose state is not known before their first step.
 
     Returns:
         Bytes; those that exist (with a warning where they belong to other parameters) for an optimizer whose step cannot be
         tried, such as one that wants a closure.
     """
-    return sum(_bytes_of(optimizer, device) for optimizer in optimizers)
+    unknown = untried if untried is not None else []
+    return sum(_bytes_of(optimizer, device, unknown) for optimizer in optimizers)
 
 
-def _bytes_of(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+def _bytes_of(optimizer: torch.optim.Optimizer, device: torch.device, untried: list[torch.optim.Optimizer]) -> int:
     existing = held_bytes(optimizer, device=device)
     updated = [
         [held_bytes(optimizer.state.get(p), device=device) > 0 for p in g["params"]] for g in optimizer.param_groups
@@ -49,11 +55,13 @@ def _bytes_of(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
         with torch.random.fork_rng(random_devices, device_type=device.type), torch.no_grad():
             return existing + sum(len(some) * _bytes_for(optimizer, some[0], device) for some in alike.values())
     except Exception as error:  # noqa: BLE001 - any optimizer may be given, and none may stop the run
+        untried.append(optimizer)
         if all(map(any, updated)):
             return existing  # a group's first parameter may keep the state of them all, as with LBFGS
         warnings.warn(
             f"the memory of {type(optimizer).__name__}'s state cannot be found before its first step "
-            f"({type(error).__name__}: {error}); the budget does not count it. Give RematCallback(reserve=...) its size.",
+            f"({type(error).__name__}: {error}); the budget counts it from then on, which plans once more. To have it counted "
+            "at once, give RematCallback(reserve=...) its size.",
             RematWarning,
             stacklevel=2,
         )

@@ -73,13 +73,15 @@ class TrainingStep:
         self.guard: Callable[[functools.partial[Any]], Any] = _unguarded
         self._module, self._strategy, self._trainer = module, trainer.strategy, trainer
         self._progress, self._updated, self._state_bytes = progress, _parameters_of(trainer.optimizers), 0
+        self._untried: list[torch.optim.Optimizer] = []  # whose state is not known before it is there
+        self._untried_bytes = self._looks = 0
         self._frozen_gradients: dict[frozenset[int], int] = {}  # bytes at a backward, by the ids of what is frozen then
         self._deferred, self._own_state = Deferred(module), OwnState(module)
         self._captured = -1  # graphs, before the last step
         self.config = config if alone else agreed_config(trainer, module, config)
 
         def beside() -> Surroundings:  # asked for each plan: a strategy may keep more than it did at first
-            self._state_bytes = state = optimizer_state_bytes(trainer.optimizers, trainer.strategy.root_device)
+            self._state_bytes = state = self._count_state()
             reserved = reserve + getattr(trainer.strategy, "reserved_bytes", 0)
             around = surroundings(trainer, module, state, reserved, self._accumulates())
             frozen = _ids(p for p in module.parameters() if not p.requires_grad)
@@ -119,20 +121,36 @@ class TrainingStep:
             return output
         return self._deferred.settle(output, log=self._logs)
 
+    def _count_state(self) -> int:
+        """Bytes of the optimizers' state, so far as it is known."""
+        device = self._strategy.root_device
+        self._untried.clear()
+        counted = optimizer_state_bytes(self._trainer.optimizers, device, self._untried)
+        self._untried_bytes = held_bytes(self._untried, device=device)
+        return counted
+
     def _make_room_for_new_state(self) -> None:
-        """Have the plans that there are count the state of parameters that were added to an optimizer since the last call."""
-        optimizers = self._trainer.optimizers
-        if (updated := _parameters_of(optimizers)) == self._updated:
-            return
-        if self._progress is not None:
-            self._progress("counting the state of added parameters")
-        self._updated, before = updated, self._state_bytes
-        self._state_bytes = optimizer_state_bytes(optimizers, self._strategy.root_device)
-        missing = self._state_bytes - before
+        """Have the plans that there are count the state that was not known of before the last calls."""
+        if (updated := _parameters_of(self._trainer.optimizers)) != self._updated:
+            if self._progress is not None:
+                self._progress("counting the state of added parameters")
+            self._updated, before = updated, self._state_bytes
+            self._state_bytes = self._count_state()
+            self._make_room(self._state_bytes - before, "parameters were added to an optimizer")
+        elif self._untried and self.scheduled.plans:
+            self._looks += 1
+            if self._looks & (self._looks - 1) == 0:  # state may grow: after 1, 2, 4, 8 ... calls
+                held = held_bytes(self._untried, device=self._strategy.root_device)
+                missing, self._untried_bytes = held - self._untried_bytes, held
+                self._state_bytes += missing
+                names = " and ".join(dict.fromkeys(type(one).__name__ for one in self._untried))
+                self._make_room(missing, f"the state of {names} was not known before its first step")
+
+    def _make_room(self, missing: int, reason: str) -> None:
         if missing > 0 and self.scheduled.plans and not self.scheduled.make_room(missing):
             rank_zero_warn(
-                f"parameters were added to an optimizer, and there is no room for the {missing:,} bytes of their state within "
-                "the budget: steps that were planned before may be over it by as much. Give a larger budget",
+                f"{reason}, and there is no room for the {missing:,} bytes of state within the budget: steps that "
+                "were planned before may be over it by as much. Give a larger budget",
                 category=RematWarning,
             )
 

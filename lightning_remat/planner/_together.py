@@ -175,15 +175,15 @@ def plan_together(
     found = taken(plans)
     smallest = parse_budget(config.budget).kind is BudgetKind.MIN
     budget = max(budget, found.allocated_bytes if smallest else 0)
+    given = dataclasses.replace(config, budget=budget)
     within = budget
     for _ in range(0 if smallest else TRIES):
         if found.fits and (reserved or found.allocated_bytes <= budget):
             break
         floor = max(plan.graph.floor_bytes for plan in plans)
         within = less(within, floor, max(found.allocated_bytes - budget, int(LESS * (within - floor))))
-        smaller = dataclasses.replace(config, budget=within)
         try:
-            plans = _planned_together(parts, smaller, fixed, held_bytes, progress, cache, known, sizes)
+            plans = _planned_together(parts, given, fixed, held_bytes, progress, cache, known, sizes, within)
         except InfeasibleBudgetError:
             log.warning(
                 "by the allocator's model the graphs of this step do not fit together: memory is fragmented by them"
@@ -202,7 +202,9 @@ def _planned_together(
     cache: PlanCache | None,
     curves: Curves,
     sizes: int,
+    within: int | None = None,
 ) -> list[Plan]:
+    """The plans; the graphs stay ``within`` so many bytes, where that is given and less than the budget."""
     say = progress or (lambda _text: None)
 
     def beside(i: int, kept: int) -> ComputationGraph:
@@ -221,8 +223,8 @@ def _planned_together(
     if parts[0].host is not None:
         only = alone[0].replace(host=parts[0].host)
         make = functools.partial(make_plan, only, held_bytes=held_bytes, progress=progress, cache=cache)
-        plan = make(dataclasses.replace(config, background=False))
-        if elsewhere > plan.budget_bytes:
+        plan = make(dataclasses.replace(config, budget=config.budget if within is None else within, background=False))
+        if within is None and elsewhere > plan.budget_bytes:
             if parse_budget(config.budget).kind in (BudgetKind.SIZE, BudgetKind.AUTO):
                 raise InfeasibleBudgetError(plan.budget_bytes, elsewhere, NOT_CAPTURED, "")
             plan = make(dataclasses.replace(config, budget=elsewhere, background=False))
@@ -235,8 +237,11 @@ def _planned_together(
     plain = _Choice(options=tuple(_option(graph, plain_schedule(graph)) for graph in alone))
     known = [[_option(graph, schedule)] for graph, schedule in zip(alone, fixed, strict=False)]
 
+    def graphs_peak(choice: _Choice) -> int:
+        return max(_peaks(choice.options, free))
+
     def peak(choice: _Choice) -> int:
-        return max(elsewhere, *_peaks(choice.options, free))
+        return max(elsewhere, graphs_peak(choice))
 
     @functools.cache
     def options() -> list[list[_Option]]:
@@ -253,10 +258,12 @@ def _planned_together(
     device = parts[0].captured.device
     floor = max(elsewhere, *map(floor_bytes, alone))
     budget = resolve_budget(config, floor, peak(plain), lambda: peak(smallest()), device, held_bytes)
-    plain_fits = peak(plain) <= budget and not fixed
-    choice = plain if plain_fits else _cheapest(options(), free, budget)
     if elsewhere > budget:
         raise InfeasibleBudgetError(budget, peak(smallest()), NOT_CAPTURED, "")
+    if within is not None:
+        budget = within
+    plain_fits = graphs_peak(plain) <= budget and not fixed
+    choice = plain if plain_fits else _cheapest(options(), free, budget)
     if choice is None:
         where = _peaks(smallest().options, free)
         worst = where.index(max(where))
@@ -313,8 +320,9 @@ def _planned_together(
     records = []
     for i, plan in enumerate(plans):
         graph = room(i)
-        peak_bytes = max(simulate(graph, plan.schedule).peak_bytes, 0 if i else elsewhere)
+        peak_bytes = simulate(graph, plan.schedule).peak_bytes
         assert peak_bytes <= budget, "the graphs were solved in the room that they leave each other"
+        peak_bytes = max(peak_bytes, 0 if i else elsewhere)
         records.append(
             dataclasses.replace(
                 plan, graph=graph, predicted_peak_bytes=peak_bytes, baseline_peak_bytes=max(peak(plain), peak_bytes)

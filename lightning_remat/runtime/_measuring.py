@@ -17,7 +17,7 @@ from lightning_remat.measure import held_bytes
 from lightning_remat.planner._beside import NOTHING_BESIDE, Beside, Held, measured_beside, peak_beside
 from lightning_remat.planner._plan_cache import fingerprint
 from lightning_remat.report import format_bytes
-from lightning_remat.runtime._call import Call, Shapes, leaves_a_loss_to_do
+from lightning_remat.runtime._call import Call, Shapes, growth, leaves_a_loss_to_do
 from lightning_remat.runtime._graph import Graph, Path
 from lightning_remat.runtime._measured_step import MeasuredStep
 from lightning_remat.runtime._paths import Paths
@@ -32,13 +32,24 @@ SETTLED = 0.01
 """Share of the peak: a step within the budget is not planned again where what was measured changes its peak by less."""
 
 
+MOST_LARGER = 32
+"""Steps that are measured since they may hold more than those that were measured at other sizes, at most."""
+
+COMPARED = 16
+"""Sets of shapes at which steps were measured, or are to be, that others are compared with."""
+
+
 @dataclasses.dataclass(eq=False)
 class _Measured:
-    """A call that is measured: its shapes, the bytes held when it begins, as far as known, and what it has run."""
+    """A call that is measured: its shapes, the bytes held when it begins, as far as known, and what it has run.
+
+    ``larger`` says that its shapes did not come before, and that it may hold more than was measured at others.
+    """
 
     step: MeasuredStep
     shapes: Shapes
     at_start_bytes: int
+    larger: bool
     ran: list[tuple[Graph, int]] = dataclasses.field(default_factory=list)
 
 
@@ -80,6 +91,9 @@ class Measuring:
         self._plans, self._paths, self._call, self._name = plans, paths, call, name
         self._several_backwards = several_backwards
         self._wanted: Recent[Shapes, int] = Recent()  # how many more calls of these shapes are measured
+        self._parts: Recent[Shapes, None] = Recent(COMPARED)  # of steps in which more runs than one graph
+        self._seen: Recent[Shapes, None] = Recent(COMPARED)  # of those that were measured
+        self._larger = 0  # steps that were begun to be measured since they may hold more
         self._now: _Measured | None = None
         self._left_anew = False
         self._measured = 0  # steps that were planned with
@@ -101,27 +115,41 @@ class Measuring:
     def begin(self, leaves: Sequence[torch.Tensor]) -> None:
         """A call begins with these tensors; measure it if that is wanted, and possible on its device in this thread."""
         shapes = self._call.shapes
-        if not self._wanted.get(shapes) or self._left_anew or not self._plans.graphs:
+        wanted = self._wanted.get(shapes)
+        if larger := wanted is None:
+            wanted = self._wanted[shapes] = int(self._may_hold_more(shapes))
+        if not wanted or self._left_anew or not self._plans.graphs:
             return
         device = self._plans.graphs[-1].captured.device
         if MeasuredStep.possible(device):
             at_start = self._held_at_start() + held_bytes(leaves, device=device)
-            self._now = _Measured(MeasuredStep(device, self._sharded), shapes, at_start)
+            self._now = _Measured(MeasuredStep(device, self._sharded), shapes, at_start, larger)
 
     def returned(self, shapes: Shapes, result: Any) -> None:
         """After a call: have the next ones of these shapes measured if more runs in a step than one captured graph."""
-        if self._now is not None:
-            if self._call.captured:  # memory of capturing and planning was measured too
+        if self._now is not None and not self._call.captured:
+            self._now.ran = list(self._call.ran)
+            if self._now.step.is_complete:  # it has called its backward itself
                 self.end()
-                self._now = None
-            else:
-                self._now.ran = list(self._call.ran)
-                if self._now.step.is_complete:  # it has called its backward itself
-                    self.end()
-        elif self._call.captured or self._left_anew:
+            return
+        if self._now is not None:  # memory of capturing and planning was measured too
+            self.end()
+            self._now = None
+        if self._call.captured or self._left_anew:
             self._left_anew = self._left_anew and bool(self._call.captured)
             if self._possible() and (self._is_a_part() or leaves_a_loss_to_do(result)):
                 self._wanted[shapes] = MEASURED
+                self._parts[shapes] = None
+
+    def _may_hold_more(self, shapes: Shapes) -> bool:
+        """Whether a step of shapes that did not come before may hold more beside known graphs than was measured so far."""
+        if self._larger == MOST_LARGER or self._plans.planning.agreement is not None:
+            return False  # the other processes need not be given larger ones at the same time
+        if all(growth(shapes, known) is None for known in self._parts):
+            return False
+        larger = all(by is None or by > 1 for by in (growth(shapes, known) for known in self._seen))
+        self._larger += larger
+        return larger
 
     def give_way(self) -> None:
         """Something is to be captured or measured that needs the profiler: end the measurement of a step."""
@@ -133,11 +161,15 @@ class Measuring:
         if self._now is not None:
             self._now.step.end()
 
-    def plan(self) -> None:
+    def plan(self, goes_on: Callable[[InfeasibleBudgetError, bool], bool]) -> None:
         """Before a call: if the last one was measured and held more or less than planned, plan its graphs again.
 
+        Args:
+            goes_on: asked where they do not fit a size with what was measured, and told whether that was at larger sizes
+                than before: whether training goes on by the smallest plans.
+
         Raises:
-            InfeasibleBudgetError: when they do not fit the budget with what was measured, if that is a size.
+            InfeasibleBudgetError: when they do not, and it does not.
         """
         self.end()
         measured, self._now = self._now, None
@@ -153,6 +185,7 @@ class Measuring:
         if agreed is None:  # another profiler runs, or another measurement ended this one
             return
         found, most = agreed.beside, agreed.most_bytes
+        self._seen[shapes] = None
         self._wanted[shapes] = (self._wanted.get(shapes) or 1) - 1
         before = max(plan.predicted_peak_bytes for plan in plans)
         after = max(map(peak_beside, plans, known, found))
@@ -167,7 +200,10 @@ class Measuring:
             self._paths.plan_anew(shapes, path)
         except InfeasibleBudgetError as error:
             if parse_budget(self._plans.planning.config.budget).kind is BudgetKind.SIZE:
-                raise
+                if not goes_on(error, measured.larger):
+                    raise
+                self._paths.plan_anew(shapes, path)
+                return
             # The measured step did run. With "auto" the device has room for it, though less than the margin is left free; a
             # share is one of less, now that less is known to be held.
             put_back()

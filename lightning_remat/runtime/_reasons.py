@@ -78,7 +78,8 @@ class Reasons:
         self.failures.append(f"it no longer fits its budget ({error})")
         warnings.warn(
             f"{self.name or 'the step'} no longer fits its budget, since something in it has changed (what is frozen, a "
-            f"statistic that Python reads): {error} The smallest plans run from now on, so that training goes on",
+            f"statistic that Python reads, sizes of what is not captured): {error} The smallest plans run from now on, so that "
+            "training goes on",
             RematWarning,
             stacklevel=2,
         )

@@ -278,9 +278,15 @@ class ScheduledStep:
         else:
             self._captures.without_packing(str(without))
 
-    def _goes_on(self, error: Exception) -> bool:
-        """Whether training that has gone on by plans goes on by the smallest ones, now that the budget cannot be held."""
-        calls = self._planned_calls.get(self._call.shapes) or 0
+    def _goes_on(self, error: Exception, calls: int | None = None) -> bool:
+        """Whether training that has gone on by plans goes on by the smallest ones, now that the budget cannot be held.
+
+        Args:
+            error: says that it cannot.
+            calls: how many calls have run by plans; by default those of the present call's shapes.
+        """
+        if calls is None:
+            calls = self._planned_calls.get(self._call.shapes) or 0
         if not isinstance(error, InfeasibleBudgetError) or calls < BEGUN or not self._plans.planning.budget_is_fixed:
             return False  # for a share, see `Plans.or_smallest`
         self._reasons.no_longer_fits(error)
@@ -290,12 +296,14 @@ class ScheduledStep:
     # -- before and after a call --------------------------------------------------------------------------------------
 
     def _plan_with_what_was_measured(self) -> None:
-        """Before a call: see `Measuring.plan`; a step that was planned as a whole goes on where its parts take more."""
-        try:
-            self._measuring.plan()
-        except InfeasibleBudgetError as error:
-            if not (self._captures.passes and self._goes_on(error)):
-                raise
+        """Before a call: see `Measuring.plan`; a step that ran by plans goes on where its parts, or larger sizes, take more."""
+
+        def goes_on(error: InfeasibleBudgetError, larger: bool) -> bool:
+            if larger:
+                return self._goes_on(error, self._call.planned)
+            return self._captures.passes and self._goes_on(error)
+
+        self._measuring.plan(goes_on)
 
     def _plan_arrivals(self) -> None:
         """Before a call: plan the graphs of the last one again, if gradients came in other layouts than expected."""

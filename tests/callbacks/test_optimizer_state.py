@@ -235,12 +235,16 @@ def test_lbfgs_with_state():
     assert optimizer_state_bytes([optimizer], CPU) == held_bytes(optimizer, device=CPU) > 0
 
 
-def test_a_group_that_is_added_to_an_optimizer_that_wants_a_closure_warns():
-    class WantsAClosure(optim.Adam):
-        def step(self, closure):
-            closure()
-            super().step()
+class WantsAClosure(optim.Adam):
+    """Its step cannot be tried, so that its state is known once it is there."""
 
+    def step(self, closure):
+        loss = closure()
+        super().step()
+        return loss
+
+
+def test_a_group_that_is_added_to_an_optimizer_that_wants_a_closure_warns():
     net = network()
     optimizer = WantsAClosure(net[:2].parameters())
     net(torch.randn(4, 8)).square().sum().backward()
@@ -310,6 +314,31 @@ def test_without_room_for_the_state_of_added_parameters_there_is_a_warning():
     first = callback("min")
     fit(Added, first, train=lambda: loader(64, 16, 64))
     remat = callback(first.plan.budget_bytes)
-    with pytest.warns(RematWarning, match=r"no room for the [\d,]+ bytes of their state"):
+    with pytest.warns(RematWarning, match=r"parameters were added .*no room for the [\d,]+ bytes of state"):
         fit(Added, remat, train=lambda: loader(64, 16, 64), max_epochs=2)
+    assert len(remat.plans) == 1 and sum(remat.runs) == 8
+
+
+class Closed(Finetuned):
+    def configure_optimizers(self):
+        return WantsAClosure(self.parameters(), lr=0.01)
+
+
+def test_plans_count_state_that_is_not_known_before_the_first_step():
+    remat = callback("min", measure=True)
+    with pytest.warns(RematWarning, match=r"WantsAClosure's state cannot be found before its first step"):
+        _, scheduled, _ = compare(Closed, plans=1, train=lambda: loader(64, 16, 64), max_epochs=2, remat=remat)
+    assert held_bytes(scheduled.trainer.optimizers, device=CPU) > 2**14
+    assert remat.measured_peak_bytes == pytest.approx(remat.plan.predicted_peak_bytes, rel=0.01)
+    assert remat.measured_peak_bytes <= remat.plan.budget_bytes
+
+
+def test_without_room_for_state_that_comes_later_there_is_a_warning():
+    first = callback("min")
+    with pytest.warns(RematWarning, match=r"cannot be found before its first step"):
+        fit(Closed, first, train=lambda: loader(64, 16, 64), limit_train_batches=1)
+    remat = callback(first.plan.budget_bytes)
+    no_room = r"the state of WantsAClosure was not known .*no room for the [\d,]+ bytes of state"
+    with pytest.warns(RematWarning, match=no_room), pytest.warns(RematWarning, match="cannot be found"):
+        fit(Closed, remat, train=lambda: loader(64, 16, 64), max_epochs=2)
     assert len(remat.plans) == 1 and sum(remat.runs) == 8

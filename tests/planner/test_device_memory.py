@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_remat import rematerialize
-from lightning_remat.allocator import Arrangement, Footprint, Holdings, Segment, footprint
+from lightning_remat.allocator import Arrangement, Footprint, Holdings, Segment, footprint, footprint_together
 from lightning_remat.callbacks import RematCallback
 from lightning_remat.callbacks.dashboard import over_prediction, plan_metrics
 from lightning_remat.callbacks.optimizer_state import optimizer_state_bytes
@@ -27,7 +27,7 @@ from lightning_remat.capture import _torch as internals
 from lightning_remat.errors import ConfigError, InfeasibleBudgetError
 from lightning_remat.graph import ComputationGraph, TensorRole
 from lightning_remat.measure import PeakMemory, held_bytes
-from lightning_remat.planner import Plan, RematConfig, RematWarning, _make, make_plan
+from lightning_remat.planner import Plan, RematConfig, RematWarning, _make, _together, make_plan
 from lightning_remat.planner._device_memory import (
     DeviceAllocator,
     DeviceMemory,
@@ -36,8 +36,9 @@ from lightning_remat.planner._device_memory import (
     with_expandable_segments,
 )
 from lightning_remat.planner._surroundings import Surroundings
+from lightning_remat.planner._together import plan_together
 from lightning_remat.runtime import _planning
-from lightning_remat.schedule import verify
+from lightning_remat.schedule import simulate, verify
 from lightning_remat.solvers import Problem, solve
 from tests.helpers.graphs import random_graph
 from tests.helpers.places import DATA
@@ -340,6 +341,41 @@ def test_several_graphs_are_within_the_budget_together(seen: list[DeviceMemory])
     assert len(together) == 2 and together[0].footprint == together[1].footprint
     assert together[0].budget_bytes == together[1].budget_bytes
     assert all(plan.predicted_allocated_bytes <= plan.budget_bytes for plan in together)
+
+
+def test_what_is_held_elsewhere_keeps_no_graphs_from_fitting(
+    seen: list[DeviceMemory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nearly the whole budget is held while no graph runs, the graphs may do with less, for what the allocator adds."""
+    module, calls = network(), []
+
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        x = module[0](module[1](x))  # type: ignore[index]
+        torch._dynamo.graph_break()
+        return module[2](module[3](x))  # type: ignore[index, no-any-return]
+
+    def recorded(*args: Any, **others: Any) -> list[Plan]:
+        calls.append((args, others))
+        return plan_together(*args, **others)
+
+    def with_more(*args: Any) -> Footprint:
+        found = footprint_together(*args)
+        return dataclasses.replace(found, allocated_bytes=found.allocated_bytes + MIB)
+
+    monkeypatch.setattr(_planning, "plan_together", recorded)
+    step = rematerialize(broken, budget=0.7, solver="greedy", cost_model="unit")
+    losses(module, step)
+    (parts, config), others = calls[-1]
+    first = step.plans[-2]  # of the two graphs that were planned together last
+    budget = first.budget_bytes
+    more = budget - 1024 - (first.graph.resident_bytes - parts[0].beside.backward_bytes)
+    beside = dataclasses.replace(parts[0].beside, elsewhere_bytes=more)
+    monkeypatch.setattr(_together, "footprint_together", with_more)
+    parts = [dataclasses.replace(parts[0], beside=beside), *parts[1:]]
+    plans = plan_together(parts, dataclasses.replace(config, budget=budget), **others)
+    assert plans[0].footprint is not None and plans[0].footprint.allocated_bytes <= budget
+    assert budget - MIB < plans[0].predicted_peak_bytes <= budget
+    assert max(simulate(plan.graph, plan.schedule).peak_bytes for plan in plans) <= budget - MIB
 
 
 def test_sizes_that_vary_are_seen_as_the_allocator_sees_them(seen: list[DeviceMemory]) -> None:
