@@ -8,6 +8,7 @@ and cannot be planned for before they were measured once.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._plan import Plan
@@ -45,6 +46,11 @@ class Beside:
         resident = found.resident_bytes - graph.resident_bytes
         forward_resident = found.forward_resident_bytes - graph.forward_resident_bytes
         return dataclasses.replace(self, forward_bytes=resident + forward_resident, backward_bytes=resident)
+
+    def at_least(self, measured: Beside, by: float) -> Beside:
+        """The same, and no less than ``by`` times what was ``measured``; where less was held than planned for, 0."""
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(measured), strict=True)
+        return Beside(*(max(nbytes, math.ceil(by * other)) for nbytes, other in pairs))
 
     def elsewhere(self, graph: ComputationGraph) -> int:
         """The most that is held while none of a step's graphs runs, in bytes, given the first one without this memory."""

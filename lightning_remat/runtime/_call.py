@@ -29,6 +29,7 @@ class Call:
         captured: numbers of the plans of the graphs that were captured in it; a plan may have been there before.
         nodes: nodes of autograd's graph that its graphs have made.
         runs: whether it has not returned yet.
+        measures: whether ops were measured in it, for new sizes of a graph that is known.
         otherwise: says how later calls are to be captured (`NoSymbols`, `NoPacking`); ``None`` where that is as this one was.
     """
 
@@ -41,7 +42,7 @@ class Call:
         self.ran: list[tuple[Graph, int]] = []
         self.captured: list[int] = []
         self.nodes: set[Any] = set()
-        self.runs = False
+        self.runs = self.measures = False
         self.otherwise: BaseException | None = None
 
     def begin(self, leaves: Sequence[torch.Tensor]) -> None:
@@ -52,7 +53,7 @@ class Call:
         self.ran.clear()
         self.captured.clear()
         self.nodes.clear()
-        self.runs, self.otherwise = True, None
+        self.runs, self.measures, self.otherwise = True, False, None
 
     @property
     def path(self) -> Path:

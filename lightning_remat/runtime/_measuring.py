@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +23,7 @@ from lightning_remat.runtime._graph import Graph, Path
 from lightning_remat.runtime._measured_step import MeasuredStep
 from lightning_remat.runtime._paths import Paths
 from lightning_remat.runtime._plans import Plans
+from lightning_remat.runtime._sized_plans import SizedPlan
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +45,8 @@ COMPARED = 16
 class _Measured:
     """A call that is measured: its shapes, the bytes held when it begins, as far as known, and what it has run.
 
-    ``larger`` says that its shapes did not come before, and that it may hold more than was measured at others.
+    ``larger`` says that its shapes did not come before, and that it may hold more than was measured at others; ``sized`` is the
+    plan that it ran, where its only graph has symbolic sizes.
     """
 
     step: MeasuredStep
@@ -51,6 +54,7 @@ class _Measured:
     at_start_bytes: int
     larger: bool
     ran: list[tuple[Graph, int]] = dataclasses.field(default_factory=list)
+    sized: SizedPlan | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,13 +131,15 @@ class Measuring:
 
     def returned(self, shapes: Shapes, result: Any) -> None:
         """After a call: have the next ones of these shapes measured if more runs in a step than one captured graph."""
-        if self._now is not None and not self._call.captured:
+        if self._now is not None and not (self._call.captured or self._call.measures):
             self._now.ran = list(self._call.ran)
+            self._now.sized = self._plans.last_sized
             if self._now.step.is_complete:  # it has called its backward itself
                 self.end()
             return
         if self._now is not None:  # memory of capturing and planning was measured too
             self.end()
+            self._wanted[shapes] = max(1, self._wanted.get(shapes) or 0)
             self._now = None
         if self._call.captured or self._left_anew:
             self._left_anew = self._left_anew and bool(self._call.captured)
@@ -178,8 +184,12 @@ class Measuring:
         shapes, path = measured.shapes, tuple(graph for graph, _ in measured.ran)
         kept_free = path[0].around.kept_free_bytes
         held = measured.step.held(len(path), measured.at_start_bytes, kept_free)
-        plans = [self._plans.all[number] for _, number in measured.ran]
-        known = [self._paths.planned_beside.get(number, NOTHING_BESIDE) for _, number in measured.ran]
+        sized, of_sizes = measured.sized, path[0].sized
+        if sized is not None and of_sizes is not None:
+            plans, known = [of_sizes.plan(sized)], [of_sizes.beside(sized.sizes)]
+        else:
+            plans = [self._plans.all[number] for _, number in measured.ran]
+            known = [self._paths.planned_beside.get(number, NOTHING_BESIDE) for _, number in measured.ran]
         mine = _Found(tuple(map(measured_beside, plans, known, held)), _most(held)) if held is not None else None
         agreed = self._agreed(path, mine)
         if agreed is None:  # another profiler runs, or another measurement ended this one
@@ -194,15 +204,21 @@ class Measuring:
             self._wanted[shapes] = 0
             return
         log.info("%s holds %+d bytes beside its plans: planned again", self._name or "the step", after - before)
-        self._paths.beside[shapes, path] = found
-        put_back = self._paths.forget_path(shapes, path)
+        plan_anew: Callable[[], object]
+        if sized is not None and of_sizes is not None:
+            put_back = of_sizes.put_beside(sized.sizes, found[0])
+            plan_anew = functools.partial(of_sizes.at, sized.sizes)
+        else:
+            self._paths.beside[shapes, path] = found
+            put_back = self._paths.forget_path(shapes, path)
+            plan_anew = functools.partial(self._paths.plan_anew, shapes, path)
         try:
-            self._paths.plan_anew(shapes, path)
+            plan_anew()
         except InfeasibleBudgetError as error:
             if parse_budget(self._plans.planning.config.budget).kind is BudgetKind.SIZE:
                 if not goes_on(error, measured.larger):
                     raise
-                self._paths.plan_anew(shapes, path)
+                plan_anew()
                 return
             # The measured step did run. With "auto" the device has room for it, though less than the margin is left free; a
             # share is one of less, now that less is known to be held.
@@ -230,7 +246,9 @@ class Measuring:
             return False
         if any(graph.accumulator is not None for graph in self._call.path):  # the graph is known to be the whole step
             return False
-        return all(graph.sized is None and graph.captured.device.type in ("cpu", "cuda") for graph in self._call.path)
+        if len(self._call.path) > 1 and any(graph.sized is not None for graph in self._call.path):
+            return False
+        return all(graph.captured.device.type in ("cpu", "cuda") for graph in self._call.path)
 
     @property
     def _sharded(self) -> bool:

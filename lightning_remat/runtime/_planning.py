@@ -21,6 +21,7 @@ from lightning_remat.cost import CostCache, OpCost, cost_model
 from lightning_remat.errors import CaptureError, InfeasibleBudgetError, ScheduleError
 from lightning_remat.graph import ComputationGraph, Host
 from lightning_remat.planner._alike import Alike
+from lightning_remat.planner._beside import NOTHING_BESIDE, Beside
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._curves import MOST_ALIKE, Curves
 from lightning_remat.planner._device_memory import DeviceAllocator, DeviceMemory, allocated_bytes, workspace_bytes
@@ -275,6 +276,7 @@ class Planning:
         moved: bool = False,
         unimproved: bool = False,
         improving: Plan | None = None,
+        beside: Beside = NOTHING_BESIDE,
     ) -> tuple[ComputationGraph, Plan]:
         """A graph with the memory that is held beside it, and its plan.
 
@@ -295,6 +297,7 @@ class Planning:
             moved: whether a schedule of a graph with the same ops at other sizes will do, if one fits.
             unimproved: see `make_plan`.
             improving: the plan that was made so before.
+            beside: what was measured beside the graph; its `Beside.elsewhere` is not looked at.
 
         Raises:
             InfeasibleBudgetError: when no schedule was found for a graph that is the whole function and the call's
@@ -306,7 +309,7 @@ class Planning:
             config = dataclasses.replace(config, budget=budget_bytes)
         kept = sum(kept_bytes(plan) for plan, _ in earlier)
         graph = around.put_around(captured, weights, [(plan.graph, own) for plan, own in earlier], kept_bytes=kept)
-        graph = graph.replace(resident_bytes=graph.resident_bytes + room_bytes)
+        graph = beside.put_beside(graph.replace(resident_bytes=graph.resident_bytes + room_bytes))
         graph = self.offloading(graph, captured, whole=whole and not earlier, sharded=around.sharded)
         replayed = replay_bytes(captured) + room_bytes
         alike = (graph, graph.replace(resident_bytes=graph.resident_bytes - replayed))

@@ -17,6 +17,7 @@ from lightning_remat.capture import CapturedGraph, Fusing, Tiling
 from lightning_remat.capture import _torch as internals
 from lightning_remat.errors import InfeasibleBudgetError, ScheduleError
 from lightning_remat.graph import ComputationGraph
+from lightning_remat.planner._beside import NOTHING_BESIDE, Beside
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._device_memory import DeviceMemory
 from lightning_remat.planner._late import with_late_gradients
@@ -24,7 +25,7 @@ from lightning_remat.planner._make import SECONDS_A_SIZE
 from lightning_remat.planner._plan import FOR_NOW, FOR_ONCE, Plan
 from lightning_remat.planner._surroundings import Surroundings, Weights, replay_bytes
 from lightning_remat.planner._tiling import cheapest, forms
-from lightning_remat.planner._together import Part
+from lightning_remat.planner._together import Part, with_outside
 from lightning_remat.runtime._call import Call, Shapes, growth
 from lightning_remat.runtime._graph import Graph
 from lightning_remat.runtime._moving import WATCHED_RUNS
@@ -392,20 +393,22 @@ class Plans:
             around = graph.around.put_around(captured, graph.weights)
             return around if replays else around.replace(resident_bytes=around.resident_bytes - replayed)
 
-        def make(captured: CapturedGraph) -> tuple[int, Plan]:
-            within = functools.partial(self.made, captured, graph.weights, graph.around, graph.memory)
-            soon = functools.partial(within, most_seconds=SECONDS_A_SIZE)
+        def make(captured: CapturedGraph, beside: Beside | None, budget_bytes: int | None) -> tuple[int, Plan]:
+            put = NOTHING_BESIDE if beside is None else beside
+            made = functools.partial(self.made, captured, graph.weights, graph.around, graph.memory, beside=put)
+            within = functools.partial(made, budget_bytes=budget_bytes)
             with internals.real_tensors():
                 try:
-                    _, plan = soon()
+                    _, plan = within(most_seconds=SECONDS_A_SIZE)
                 except InfeasibleBudgetError:
                     try:
                         _, plan = within()
                     except InfeasibleBudgetError as error:
-                        _, plan = self.or_smallest(error, soon)
-            return self.add(plan, graph), plan
+                        _, plan = self.or_smallest(error, functools.partial(made, most_seconds=SECONDS_A_SIZE))
+            return self.add(plan, graph, graph.captured if beside is None else with_outside(graph.captured)), plan
 
         def measure(captured: CapturedGraph) -> CapturedGraph:
+            self._call.measures = True
             with internals.real_tensors():
                 return self.planning.measured(captured, one_of_many=True)[0]
 

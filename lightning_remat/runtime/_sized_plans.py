@@ -6,6 +6,9 @@ simulated with the exact bytes of every tensor, and the fastest that fits is ver
 (`lightning_remat.schedule.verify`). Where an existing one has next to no overhead, none is made for that point of the
 grid. Times and workspaces are those measured at a point of the grid that is no smaller. For each set of sizes only a
 few numbers are kept; its graph is made again when its plan is asked for.
+
+What is held beside the graph (a loss that is computed outside of it) is measured at some sizes, and taken to grow as what
+the graph returns; where it grows faster, larger sizes are measured too.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ from lightning_remat.allocator import Footprint
 from lightning_remat.capture import CapturedGraph
 from lightning_remat.errors import InfeasibleBudgetError, ScheduleError
 from lightning_remat.graph import ComputationGraph
+from lightning_remat.planner._beside import NOTHING_BESIDE, Beside, floor_bytes
 from lightning_remat.planner._plan import Plan
+from lightning_remat.planner._together import NOT_CAPTURED, with_outside
 from lightning_remat.schedule import Schedule, simulate, verify
 from lightning_remat.solvers import Problem, Status
 from lightning_remat.solvers.common._registry import ANY_ORDER
@@ -38,6 +43,9 @@ MOST_POINTS = 512
 
 MOST_PLANS = 64
 """Plans of one graph after which a point of the grid is planned only if no plan of any point fits its budget."""
+
+LITTLE_MORE = 0.1
+"""Share of its peak by which a plan may hold more, since more was measured beside it, without being made anew."""
 
 Sizes = tuple[int, ...]
 """The values of a graph's symbolic sizes."""
@@ -126,7 +134,8 @@ class SizedPlans:
         share: given floor and baseline, returns the budget in bytes if that is a share, else 0.
         measure: returns a graph with costs.
         surround: returns a captured graph with what is held beside it; the flag says whether ops are evaluated again.
-        make: plans a captured graph; returns the number of the plan, and the plan.
+        make: plans a captured graph, with what was measured beside it (``None`` before it was), within so many bytes
+            (``None`` for the configured budget); returns the number of the plan, and the plan.
         allocated: whether a schedule of a graph is within so many bytes by the model of the device's allocator, and its
             footprint.
     """
@@ -141,7 +150,7 @@ class SizedPlans:
         share: Callable[[int, int], int],
         measure: Callable[[CapturedGraph], CapturedGraph],
         surround: Callable[[CapturedGraph, bool], ComputationGraph],
-        make: Callable[[CapturedGraph], tuple[int, Plan]],
+        make: Callable[[CapturedGraph, Beside | None, int | None], tuple[int, Plan]],
         allocated: Callable[[ComputationGraph, Schedule, int], tuple[bool, Footprint | None]],
     ) -> None:
         self._limits = captured.size_limits()
@@ -155,6 +164,7 @@ class SizedPlans:
         self._known: Recent[Sizes, SizedPlan] = Recent(MOST_SIZES)
         self._impossible: Recent[Sizes, None] = Recent()  # points of the grid with no plan within the budget
         self._most_bytes: int | None = None
+        self._measured: list[tuple[int, Beside]] = []  # beside the graph, with the bytes that it returned then
         self._written: tuple[SizedPlan, Plan] | None = None
 
     def at(self, sizes: Sizes) -> SizedPlan:
@@ -173,10 +183,35 @@ class SizedPlans:
         if sized.as_made:
             return sized.made
         if self._written is None or self._written[0] is not sized:
-            exact = sized.costs.put_on(self._captured.at(sized.sizes))
-            graph = self._surround(exact, sized.made.rematerializes).replace(resident_bytes=sized.resident_bytes)
+            exact = self._with_costs(sized.sizes, sized.costs)
+            graph = self._around(exact, sized.made.rematerializes, self.beside(sized.sizes))
+            graph = graph.replace(resident_bytes=sized.resident_bytes)
             self._written = sized, _moved(sized, graph)  # the one that was asked for last
         return self._written[1]
+
+    def beside(self, sizes: Sizes) -> Beside:
+        """What is held beside the graph at these sizes, by what was measured; nothing before it was."""
+        if not self._measured:
+            return NOTHING_BESIDE
+        returned, found = self._returned_bytes(sizes), NOTHING_BESIDE
+        for nbytes, measured in self._measured:
+            found = found.at_least(measured, returned / nbytes)
+        return found
+
+    def put_beside(self, sizes: Sizes, measured: Beside) -> Callable[[], None]:
+        """Have plans count what was measured beside the graph at these sizes; returns a function that undoes this."""
+        before = self._measured, self._plans
+        self._measured = [*self._measured, (self._returned_bytes(sizes), measured)]
+        # What was planned before anything was measured is of other ops.
+        kept = {number: self._with_beside(*made) for number, made in self._plans.items() if before[0]}
+        self._plans = {number: made for number, made in kept.items() if made is not None}
+        self._forget()
+
+        def undo() -> None:
+            self._measured, self._plans = before
+            self._forget()
+
+        return undo
 
     def come_down(self, budget_bytes: int | None) -> None:
         """Lower the budget, if it is larger: plans for all sizes are chosen again within it.
@@ -184,8 +219,7 @@ class SizedPlans:
         ``None`` puts back the budget that they were made for.
         """
         self._most_bytes = budget_bytes
-        self._known.clear()
-        self._impossible.clear()
+        self._forget()
 
     def take(self, plans: Mapping[int, Plan]) -> None:
         """Take these plans in place of those of the same numbers: what is held beside the graph has changed.
@@ -193,32 +227,48 @@ class SizedPlans:
         Plans for all sizes are chosen again.
         """
         self._plans = {number: (sizes, plans.get(number, plan)) for number, (sizes, plan) in self._plans.items()}
+        self._forget()
+
+    def _forget(self) -> None:
         self._known.clear()
         self._impossible.clear()
+        self._written = None
+
+    def _returned_bytes(self, sizes: Sizes) -> int:
+        graph = self._captured.at(sizes).graph
+        return max(1, sum(graph.storages[s] for s in {graph.tensors[t].storage for t in graph.forward_outputs}))
+
+    def _with_costs(self, sizes: Sizes, costs: Costs) -> CapturedGraph:
+        """The graph at these sizes; with an op for what runs beside it, once that was measured."""
+        exact = costs.put_on(self._captured.at(sizes))
+        return with_outside(exact) if self._measured else exact
+
+    def _around(self, exact: CapturedGraph, replays: bool, beside: Beside) -> ComputationGraph:
+        graph = self._surround(exact, replays)
+        return beside.put_beside(graph) if self._measured else graph
 
     def _found(self, sizes: Sizes) -> SizedPlan:
         corner = tuple(rounded_up(size, most) for size, most in zip(sizes, self._limits, strict=True))
-        exact = self._captured.at(sizes)
         above = [one for one in self._costs if all(a >= b for a, b in zip(one, corner, strict=True))]
         if self._shared and above and corner not in above:
             costs = self._costs.get(min(above, key=math.prod))
             assert costs is not None
-            found = self._best(exact, costs, corner, sizes)
+            found = self._best(costs, corner, sizes)
             if found is not None and found.overhead <= SHARED:
                 return found
         costs = self._costs_at(corner)
         planned = any(made_for == corner for made_for, _ in self._plans.values())
         enough = not planned and len(self._plans) >= MOST_PLANS
-        found = self._best(exact, costs, corner, sizes, anywhere=enough)
+        found = self._best(costs, corner, sizes, anywhere=enough)
         if found is not None and (planned or enough or found.overhead <= SHARED):
             return found
         if corner not in self._impossible:
             try:
-                self._plan(corner, costs.put_on(self._captured.at(corner)))
+                self._plan(corner, costs)
             except InfeasibleBudgetError:
                 self._impossible[corner] = None
-            found = self._best(exact, costs, corner, sizes)
-        return found or self._own(sizes, costs) or self._plan(sizes, costs.put_on(exact))
+            found = self._best(costs, corner, sizes)
+        return found or self._own(sizes, costs) or self._plan(sizes, costs)
 
     def _costs_at(self, corner: Sizes) -> Costs:
         known = self._costs.get(corner)
@@ -226,10 +276,57 @@ class SizedPlans:
             known = self._costs[corner] = Costs.of(self._measure(self._captured.at(corner)))
         return known
 
-    def _plan(self, sizes: Sizes, captured: CapturedGraph) -> SizedPlan:
-        number, plan = self._make(captured)
+    def _plan(self, sizes: Sizes, costs: Costs) -> SizedPlan:
+        exact, beside = self._with_costs(sizes, costs), self.beside(sizes)
+        if self._measured:
+            number, plan = self._make(exact, beside, self._budget_at(exact, beside) or None)
+            plan = self._with_elsewhere(plan, exact, beside)
+        else:
+            number, plan = self._make(exact, None, None)
         self._plans[number] = sizes, plan
-        return _as_made(number, plan, sizes, Costs.of(captured))
+        return _as_made(number, plan, sizes, costs)
+
+    def _with_beside(self, sizes: Sizes, plan: Plan) -> tuple[Sizes, Plan] | None:
+        """A plan that was made for these sizes, with what is beside it now; ``None`` where another one is to be made."""
+        costs = self._costs.get(tuple(rounded_up(size, most) for size, most in zip(sizes, self._limits, strict=True)))
+        if costs is None:
+            return None
+        exact, beside = self._with_costs(sizes, costs), self.beside(sizes)
+        graph, elsewhere = self._around(exact, plan.rematerializes, beside), self._elsewhere(plan, exact, beside)
+        peak = max(simulate(graph, plan.schedule).peak_bytes, elsewhere)
+        budget = plan.budget_bytes if self._shared else max(peak, plan.budget_bytes)
+        fits, footprint = self._allocated(graph, plan.schedule, budget)
+        if not fits or peak > min(budget, (1 + LITTLE_MORE) * plan.predicted_peak_bytes):
+            return None
+        problem = Problem(graph)
+        return sizes, dataclasses.replace(
+            plan,
+            graph=graph,
+            budget_bytes=budget,
+            predicted_peak_bytes=peak,
+            baseline_peak_bytes=max(problem.evaluate(problem.captured).peak_bytes, elsewhere),
+            footprint=footprint,
+        )
+
+    def _with_elsewhere(self, plan: Plan, exact: CapturedGraph, beside: Beside) -> Plan:
+        """The plan with what is held while its graph does not run; no budget but a given size is less.
+
+        Raises:
+            InfeasibleBudgetError: where that is more than a given size.
+        """
+        nbytes = self._elsewhere(plan, exact, beside)
+        if nbytes > plan.budget_bytes and self._shared:
+            raise InfeasibleBudgetError(plan.budget_bytes, nbytes, NOT_CAPTURED, "")
+        return dataclasses.replace(
+            plan,
+            budget_bytes=max(nbytes, plan.budget_bytes),
+            predicted_peak_bytes=max(nbytes, plan.predicted_peak_bytes),
+            baseline_peak_bytes=max(nbytes, plan.baseline_peak_bytes),
+        )
+
+    def _elsewhere(self, plan: Plan, exact: CapturedGraph, beside: Beside) -> int:
+        """Bytes that are held while the graph does not run, as far as they were measured."""
+        return beside.elsewhere(self._surround(exact, plan.rematerializes)) if self._measured else 0
 
     def _own(self, sizes: Sizes, costs: Costs) -> SizedPlan | None:
         """A plan that was made for these very sizes and has a budget that is no larger than the present one."""
@@ -239,22 +336,20 @@ class SizedPlans:
                 return _as_made(number, plan, sizes, costs)
         return None
 
-    def _best(
-        self, exact: CapturedGraph, costs: Costs, corner: Sizes, sizes: Sizes, *, anywhere: bool = False
-    ) -> SizedPlan | None:
+    def _best(self, costs: Costs, corner: Sizes, sizes: Sizes, *, anywhere: bool = False) -> SizedPlan | None:
         """The fastest existing schedule that fits at these sizes; ``anywhere``: those made for other points too."""
-        exact = costs.put_on(exact)
-        found: list[tuple[float, int, ComputationGraph, int]] = []
-        elsewhere = self._budget_at(exact) if anywhere and not self._shared else 0
+        exact, beside = self._with_costs(sizes, costs), self.beside(sizes)
+        found: list[tuple[float, int, ComputationGraph, int, int]] = []
+        share = self._budget_at(exact, beside) if anywhere and not self._shared else 0
         for number, (made_for, plan) in self._plans.items():
             here = self._shared or made_for in (corner, sizes)
             if here or anywhere:
-                graph = self._surround(exact, plan.rematerializes)
-                budget = self._budget(plan.budget_bytes if here else elsewhere)
-                timeline = simulate(graph, plan.schedule)
-                if timeline.peak_bytes <= budget:
-                    found.append((timeline.seconds, number, graph, budget))
-        for seconds, number, graph, budget in sorted(found, key=lambda one: one[:2]):
+                graph = self._around(exact, plan.rematerializes, beside)
+                budget = self._budget(plan.budget_bytes if here else share)
+                timeline, elsewhere = simulate(graph, plan.schedule), self._elsewhere(plan, exact, beside)
+                if max(timeline.peak_bytes, elsewhere) <= budget:
+                    found.append((timeline.seconds, number, graph, budget, elsewhere))
+        for seconds, number, graph, budget, elsewhere in sorted(found, key=lambda one: one[:2]):
             _, plan = self._plans[number]
             try:
                 peak = verify(graph, plan.schedule, budget)
@@ -271,9 +366,9 @@ class SizedPlans:
                     costs=costs,
                     budget_bytes=budget,
                     resident_bytes=graph.resident_bytes,
-                    predicted_peak_bytes=peak,
+                    predicted_peak_bytes=max(peak, elsewhere),
                     predicted_seconds=seconds,
-                    baseline_peak_bytes=baseline.peak_bytes,
+                    baseline_peak_bytes=max(baseline.peak_bytes, elsewhere),
                     baseline_seconds=baseline.seconds,
                     footprint=footprint,
                 )
@@ -282,11 +377,11 @@ class SizedPlans:
     def _budget(self, budget_bytes: int) -> int:
         return budget_bytes if self._most_bytes is None else min(budget_bytes, self._most_bytes)
 
-    def _budget_at(self, exact: CapturedGraph) -> int:
+    def _budget_at(self, exact: CapturedGraph, beside: Beside) -> int:
         """The budget in bytes at these sizes, where it is a share of what rematerialization can save there."""
-        graph = self._surround(exact, False)
+        graph = self._around(exact, False, beside)
         problem = Problem(graph)
-        return self._share(graph.floor_bytes, problem.evaluate(problem.captured).peak_bytes)
+        return self._share(floor_bytes(graph), problem.evaluate(problem.captured).peak_bytes)
 
 
 def _as_made(number: int, plan: Plan, sizes: Sizes, costs: Costs) -> SizedPlan:

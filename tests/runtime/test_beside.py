@@ -485,3 +485,31 @@ def test_more_beside_a_known_graph_is_measured(budget: float | str) -> None:
                 assert number == 8 or plan.predicted_peak_bytes == pytest.approx(peak, rel=0.05)
     (later,) = {id(plan) for plan in call.plans[-1:]}
     assert id(call.scheduled.last_plan) == later and sum(call.runs[-1:]) >= 3
+
+
+def of_rows(y: torch.Tensor) -> torch.Tensor:
+    """As of a language model: each row for itself, and larger than what the module holds."""
+    return y.repeat(1, 32).float().log_softmax(-1).exp().square().mean()
+
+
+def of_products(y: torch.Tensor) -> torch.Tensor:
+    return (y @ y.T).softmax(-1).diagonal().log().mean()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("loss", "budget"), slow_but({(of_rows, 0.8)}, [(of_rows, 0.8), (of_products, "min")]))
+def test_a_loss_outside_of_a_graph_with_symbolic_sizes(loss: Callable[..., Any], budget: float | str) -> None:
+    torch.manual_seed(0)
+    original = network(64, 6)
+    eager, module = copy.deepcopy(original), copy.deepcopy(original)
+    call = rematerialize(module, budget=budget, cost_model="unit", solver="greedy", time_limit=2.0)
+    for number, rows in enumerate((256, 400, 320, 320, 768, 768, 700, 200)):
+        x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
+        assert_same(steps(eager, eager, x, loss, 1), steps(call, module, x, loss, 1))
+        if number > 5:
+            peak, plan = measured(call, module, x, loss), call.scheduled.last_plan
+            assert peak <= plan.budget_bytes + NUMBERS
+            assert 0.99 * peak - NUMBERS <= plan.predicted_peak_bytes
+            assert rows == 200 or plan.predicted_peak_bytes <= 1.1 * peak
+    assert call.failures == ()
+    assert call.scheduled.captured == 4 and len(call.plans) < 12  # the fourth has symbolic sizes
