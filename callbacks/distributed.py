@@ -65,6 +65,17 @@ def bucket_bytes(trainer: pl.Trainer) -> int:
     return held_bytes([p for p in model.parameters() if p.requires_grad], device=trainer.strategy.root_device)
 
 
+def steps_before_buckets(trainer: pl.Trainer) -> int:
+    """Optimizer steps after which DDP makes its buckets anew, once it knows in which order gradients arrive; 0 without DDP.
+
+    With a static graph it looks at the second step, since all gradients of the first are reduced at its end.
+    """
+    model = trainer.strategy.model
+    if not isinstance(model, DistributedDataParallel):
+        return 0
+    return 2 if model.static_graph else 1
+
+
 def gradients_in_buckets(trainer: pl.Trainer) -> bool:
     """Whether gradients are views of DDP's buckets (``gradient_as_bucket_view=True``), without memory of their own.
 

@@ -30,7 +30,7 @@ from lightning_remat.callbacks.dashboard import (
     worth_showing,
     write_plan,
 )
-from lightning_remat.callbacks.distributed import bucket_bytes, held_on_device
+from lightning_remat.callbacks.distributed import held_on_device, steps_before_buckets
 from lightning_remat.callbacks.lightning_internals import accumulates, names_modules, steps_logged
 from lightning_remat.callbacks.module_state import ModuleState
 from lightning_remat.callbacks.progress import PlanningProgress
@@ -339,8 +339,8 @@ class RematCallback(Callback):
         self._went_back = self._uncounted = False
         if self._step is None or not self.config.measure:
             return
-        # DDP rebuilds its buckets once it knows in which order gradients arrive.
-        if self._batches <= trainer.accumulate_grad_batches + 1 and bucket_bytes(trainer):
+        steps = steps_before_buckets(trainer)
+        if steps and self._batches <= 1 + trainer.accumulate_grad_batches * steps:
             return
         interval: int = trainer.log_every_n_steps  # type: ignore[attr-defined]
         due = interval > 0 and (steps_logged(trainer) + 1) % interval == 0

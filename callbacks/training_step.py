@@ -163,7 +163,7 @@ class TrainingStep:
         Returns:
             Whether there are any that no plan has counted.
         """
-        if not isinstance(self._strategy, SingleDeviceStrategy):
+        if not isinstance(self._strategy, (SingleDeviceStrategy, DDPStrategy)):
             return False
         noticed = False
         if first and not self._accumulates():

@@ -248,7 +248,8 @@ def _planned_together(
         say(f"planning {len(parts)} graphs together")
         left = parts[len(known) :], alone[len(known) :]
         moved = sizes > 0 and parse_budget(config.budget).kind is not BudgetKind.MIN
-        return known + _all_options(*left, curves, CURVES_SHARE * config.time_limit * less_of, moved=moved)
+        seconds = min(CURVES_SHARE * config.time_limit, SECONDS_A_SIZE if sizes else math.inf)
+        return known + _all_options(*left, curves, seconds * less_of, moved=moved)
 
     @functools.cache
     def smallest() -> _Choice:

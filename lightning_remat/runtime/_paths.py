@@ -73,10 +73,14 @@ class Paths:
     def plan(self, shapes: Shapes, path: Path) -> None:
         """After a call, plan its graphs together if that is needed; the next such call runs these plans.
 
+        Of many sets of shapes, those that come once are not.
+
         Raises:
             InfeasibleBudgetError: when the graphs do not fit together; the next such call raises it again.
         """
         if not self._in_parts() or (shapes, path) in self._settled or shapes in self._plans.plain:
+            return
+        if self.may_come_once(shapes, path):
             return
         if not self._takes_plans_of_other_sizes(shapes, path) and self._needs_one_plan(shapes, path):
             paths = self._planned.get(shapes) or 0
@@ -92,6 +96,10 @@ class Paths:
                 )
             self._planned[shapes] = paths + 1
         self._settled[shapes, path] = None
+
+    def may_come_once(self, shapes: Shapes, path: Path) -> bool:
+        """Whether a path that was captured in the present call is one of many, and was not planned: it may not come again."""
+        return bool(self._plans.many(shapes) and self._call.captured) and self.numbers(shapes, path) is None
 
     def _takes_plans_of_other_sizes(self, shapes: Shapes, path: Path) -> bool:
         """Have a path of graphs that were all planned for a call of other shapes run by the same plans, if it can."""

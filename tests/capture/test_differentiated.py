@@ -376,6 +376,31 @@ class TestDifferentiated:
         for one, two in zip(gradients_of(other), gradients_of(module), strict=True):
             torch.testing.assert_close(one, two)
 
+    @pytest.mark.filterwarnings(f"ignore:.*{AGAIN}:lightning_remat.planner.RematWarning")
+    @pytest.mark.parametrize("since", [0, 2])
+    def test_parts_of_a_batch_that_nothing_else_keeps(self, since: int) -> None:
+        """Several calls of one graph in a step are given slices of a batch, which are gone when its backward comes."""
+        torch.manual_seed(0)
+        original = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+        found = []
+        for scheduled in (False, True):
+            module = copy.deepcopy(original)
+            call = rematerialize(module, budget="min", cost_model="unit") if scheduled else module
+            steps = []
+            for step in range(4):
+                x = random(8, 8, seed=step)
+                loss = call(x[:4]).square().mean() + call(x[4:]).sin().mean()
+                if step >= since:
+                    slopes = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
+                    loss = loss + sum(one.square().sum() for one in slopes)
+                module.zero_grad()
+                loss.backward()
+                steps += [loss.detach(), *gradients_of(module)]
+            found.append(steps)
+        assert_same(found[1], found[0])
+        assert AGAIN in " ".join(call.failures)
+        assert sum(call.runs) == 2 * (since + 1)
+
 
 class AdaHessian(torch.optim.Optimizer):
     """Divides by an average of the Hessian's diagonal, as Hutchinson's method estimates it (Yao et al., 2021)."""

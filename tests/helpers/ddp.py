@@ -137,6 +137,26 @@ class Wide(Classifier):
         self.net = nn.Sequential(nn.Linear(16, 256), *layers, nn.Linear(256, 4))
 
 
+class ByHand(Wide):
+    """Every other batch adds to gradients that are not reduced yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        loss = super().training_step(batch, batch_idx) / 2
+        if batch_idx % 2:
+            self.manual_backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            with optimizer.toggle_model(sync_grad=False):
+                self.manual_backward(loss)
+        return loss
+
+
 def halves() -> DataLoader[Any]:
     """Three batches of 8 in each of two processes."""
     return loader(48)
@@ -186,6 +206,8 @@ CASES: dict[str, dict[str, Any]] = {
         "ddp": {"gradient_as_bucket_view": True},
         "remat": {"measure": True},
     },
+    "measured-static": {"make": Wide, "train": large, "ddp": {"static_graph": True}, "remat": {"measure": True}},
+    "measured-by-hand": {"make": ByHand, "train": large, "remat": {"measure": True}, "budget": 0.7, "max_epochs": 2},
     "offloaded": {"make": Wide, "train": large, "remat": {"measure": True, "offload": "host", "time_limit": 2.0}},
     "checked": {"make": Unused, "ddp": {"find_unused_parameters": True}, "remat": {"check": True}},
     "checked-static": {"ddp": {"static_graph": True}, "remat": {"check": True}},

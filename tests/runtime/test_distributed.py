@@ -31,6 +31,8 @@ CASES = [
     "auto",
     "measured",
     "measured-views",
+    "measured-static",
+    "measured-by-hand",
     "offloaded",
     "checked",
     "checked-static",
@@ -98,12 +100,19 @@ def test_auto_is_the_smallest_of_all_devices(found):
     assert {plan["budget"] for process in found["auto"] for plan in process["plans"]} == {16_000}
 
 
-@pytest.mark.parametrize("case", ["measured", "measured-views", "offloaded"])
+@pytest.mark.parametrize("case", ["measured", "measured-views", "measured-static", "offloaded"])
 def test_the_measured_peak_is_within_the_budget_buckets_included(found, case):
     for process in found[case]:
         (plan,) = process["plans"]
         assert process["measured"] <= plan["budget"]
         assert process["measured"] == pytest.approx(plan["predicted"], rel=0.02)
+
+
+def test_gradients_of_earlier_batches_are_counted_where_they_are_added_up_by_hand(found):
+    for process in found["measured-by-hand"]:
+        assert len(process["plans"]) > 1
+        assert process["measured"] <= process["plans"][-1]["budget"]
+        assert process["measured"] == pytest.approx(process["plans"][-1]["predicted"], rel=0.02)
 
 
 def test_buckets_are_counted(found):

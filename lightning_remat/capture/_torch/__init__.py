@@ -123,7 +123,7 @@ if TYPE_CHECKING or not unknown_torch():
     )
     from lightning_remat.capture._torch._running import Arrival, Modules, boxed, unwritten
     from lightning_remat.capture._torch._symbols import computed, expression, free_symbols, hint, largest, substitute
-    from lightning_remat.capture._torch._tensors import address_of, changed_since, copied, tensor_leaves
+    from lightning_remat.capture._torch._tensors import Remembered, address_of, changed_since, copied, tensor_leaves
     from lightning_remat.capture._torch._tracing import collected, tracing, uncollected
     from lightning_remat.capture._torch._units import UnitCalls, as_returned, is_distributed, shards_of, unit_of
     from lightning_remat.capture._torch._variables import (
@@ -184,6 +184,7 @@ __all__ = [
     "NumpyVariable",
     "OpOverload",
     "OptimizedModule",
+    "Remembered",
     "SetAttrVariable",
     "SkipFunctionVariable",
     "Source",

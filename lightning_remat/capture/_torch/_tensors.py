@@ -1,11 +1,13 @@
 """The tensors in nested containers and objects, copies of tensors, and changes of them.
 
-``Tensor._version``: what counts writes to a tensor, or to another one with the same memory.
+``Tensor._version``: what counts writes to a tensor, or to another one with the same memory. ``Tensor._base``: the tensor that
+a view is of.
 """
 
 from __future__ import annotations
 
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +56,26 @@ def copied(value: torch.Tensor) -> torch.Tensor:
                 once = once.narrow(dim, 0, min(1, once.size(dim)))
         copy = torch.empty_strided(once.shape, once.stride(), dtype=value.dtype, device=value.device)
         return copy.copy_(once).expand(value.shape)
+
+
+class Remembered:
+    """A tensor that is not kept alive: called, it is the tensor, or ``None`` once that is gone.
+
+    A view that autograd knows nothing of (a part of a batch) is made again as long as the tensor is there that it is of.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._itself, self._whole = weakref.ref(tensor), None
+        whole = tensor._base
+        if whole is None or tensor.requires_grad or type(tensor) is not torch.Tensor or type(whole) is not torch.Tensor:
+            return
+        if tensor.dtype == whole.dtype and tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg()):
+            self._whole, self._place = weakref.ref(whole), (tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def __call__(self) -> torch.Tensor | None:
+        if (itself := self._itself()) is not None or self._whole is None or (whole := self._whole()) is None:
+            return itself
+        return whole.detach().as_strided(*self._place)
 
 
 def changed_since(tensor: torch.Tensor) -> Callable[[], bool]:

@@ -94,7 +94,7 @@ NAMES = {
     "torch._subclasses.functional_tensor": "FunctionalTensor FunctionalTensor.replace_ "
     "FunctionalTensorMode.__torch_dispatch__",
     "torch._utils": "is_compiling",
-    "torch.Tensor": "_backward_hooks _indices _is_view _post_accumulate_grad_hooks _values _version",
+    "torch.Tensor": "_backward_hooks _base _indices _is_view _post_accumulate_grad_hooks _values _version",
     "torch.UntypedStorage": "_cdata",
     "torch.amp.autocast_mode": "_enter_autocast _exit_autocast",
     "torch.autograd": "_profiler_enabled",

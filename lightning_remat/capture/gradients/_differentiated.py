@@ -22,6 +22,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_remat.capture._torch import (
+    Remembered,
     backward_number,
     captured_node,
     copied,
@@ -55,7 +56,7 @@ class Evaluation:
 
     Attributes:
         graph: what was evaluated.
-        args: its arguments: weak references to those tensors that are no parameters, but for first calls.
+        args: its arguments: those tensors that are no parameters are not kept alive, but for first calls.
         states: of random number generators, before it.
         handed_out: the gradients that autograd adds up.
         outputs: by position, weak references to what it returned.
@@ -96,7 +97,7 @@ class Evaluation:
 
     def over(self) -> None:
         """Its backward begins, and if it is the last one, nothing of it is needed any more."""
-        self.backward = backward_number()
+        self.backward, self.graph.is_known = backward_number(), True
         if self.again is None and not graph_is_kept():
             self.args = ()
 
@@ -173,6 +174,9 @@ class Differentiated:
         around: opens what was set in torch when it was captured.
         devices: those whose random numbers it draws.
         written: positions of the arguments that it writes to; ``None`` among them for what is no argument itself.
+
+    Attributes:
+        is_known: whether a backward has come to it that is not differentiated: until then arguments are kept alive.
     """
 
     def __init__(
@@ -183,6 +187,7 @@ class Differentiated:
         written: Collection[int | None],
     ) -> None:
         self._plainly, self._around, self._devices, self._written = plainly, around, devices, written
+        self.is_known = False
         self._activations: list[int] | None = None
         self._outputs: dict[int, int] = {}
         self._arguments: list[int | None] | None = None
@@ -198,8 +203,8 @@ class Differentiated:
         if self._activations is None:  # Dynamo guards on types
             self._activations = [i for i, one in enumerate(args) if _is_activation(one)]
         kept = list(args)
-        for i in self._activations if not first else ():
-            kept[i] = weakref.ref(kept[i])
+        for i in self._activations if self.is_known and not first else ():
+            kept[i] = Remembered(kept[i])
         return Evaluation(self, kept, {device: _state(device) for device in self._devices}, handed_out)
 
     def ran(self, given: Sequence[Any], outputs: Sequence[Any]) -> None:
@@ -304,7 +309,7 @@ class Differentiated:
         Raises:
             NotAgainError: where that is not possible.
         """
-        args = [one() if isinstance(one, weakref.ref) else one for one in call.args]
+        args = [one() if isinstance(one, Remembered) else one for one in call.args]
         if len(args) == 0 or any(was is not None and one is None for was, one in zip(call.args, args, strict=True)):
             raise NotAgainError("what the graph was given is gone")
         of, own = self._of(call, tangents)
