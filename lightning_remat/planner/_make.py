@@ -58,10 +58,12 @@ class AtHand:
     Attributes:
         find: returns the cheapest of them for a graph within a budget in bytes, verified; ``None`` where none fits.
         suffices: whether such a schedule is taken without solving. It is not kept for later runs then.
+        first: whether it is taken even where the graph fits as it was captured: it leaves room for others.
     """
 
     find: Callable[[ComputationGraph, int], Solution | None]
     suffices: bool = False
+    first: bool = False
 
 
 def make_plan(
@@ -146,6 +148,9 @@ def make_plan(
 
     def solved(within: int) -> tuple[ComputationGraph, Solution]:
         """The graph (without ``replay_bytes`` if nothing runs again), and a schedule for it within so many bytes."""
+        others = None if budget.kind is BudgetKind.MIN else at_hand
+        if others is not None and others.first and (beside := others.find(graph, within)) is not None:
+            return graph, beside
         if baseline.peak_bytes <= within and (solution := _without_remat(plain, within)) is not None:
             return plain, solution
         path, found = (file, known) if within == budget_bytes else (None, None)
@@ -154,10 +159,10 @@ def make_plan(
             found = cache.load(path, graph)
             if found is None and below_seconds < math.inf:
                 found = cache.load(cache.path_below(path, below_seconds), graph)
-        beside = at_hand.find(graph, within) if at_hand is not None and budget.kind is not BudgetKind.MIN else None
+        beside = others.find(graph, within) if others is not None and not others.first else None
         if found is not None:
             return graph, _cheaper_of(found, beside)
-        if beside is not None and at_hand is not None and at_hand.suffices:
+        if beside is not None and others is not None and others.suffices:
             return graph, beside
         if unimproved and budget.kind is BudgetKind.MIN:
             return graph, smallest()

@@ -98,8 +98,12 @@ class Paths:
         self._settled[shapes, path] = None
 
     def may_come_once(self, shapes: Shapes, path: Path) -> bool:
-        """Whether a path that was captured in the present call is one of many, and was not planned: it may not come again."""
-        return bool(self._plans.many(shapes) and self._call.captured) and self.numbers(shapes, path) is None
+        """Whether a path that was captured in the present call is one of many, and was not planned: it may not come again.
+
+        The largest are planned: later ones run by their schedules.
+        """
+        many = self._call.captured and self._plans.many(shapes) and not self._plans.larger_than_all(shapes)
+        return bool(many) and self.numbers(shapes, path) is None
 
     def _takes_plans_of_other_sizes(self, shapes: Shapes, path: Path) -> bool:
         """Have a path of graphs that were all planned for a call of other shapes run by the same plans, if it can."""

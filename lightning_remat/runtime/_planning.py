@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -97,6 +97,9 @@ class Planning:
         self._curves = Curves()
         self._alike = alike = Alike(MOST_ALIKE)  # what the graphs of calls run by that were planned together
         self._of_other_sizes = AtHand(lambda graph, most: moved(alike.of(graph), graph, most), suffices=True)
+        self._of_nearest_sizes = AtHand(
+            lambda graph, most: moved(alike.of_nearest(graph), graph, most, changed=False), suffices=True, first=True
+        )
         self._hosts: dict[torch.device, Host | None] = {}
         self._stays: set[str] = set()  # why tensors stay on the device, as it was told
         # by device, allocated bytes that nothing known accounts for, and those that were named and are not there yet
@@ -273,7 +276,7 @@ class Planning:
         budget_bytes: int | None = None,
         below_seconds: float = math.inf,
         least: bool = False,
-        moved: bool = False,
+        moved: Literal["", "any", "nearest"] = "",
         unimproved: bool = False,
         improving: Plan | None = None,
         beside: Beside = NOTHING_BESIDE,
@@ -294,7 +297,8 @@ class Planning:
             budget_bytes: the budget, where it is another than the configured one.
             below_seconds: a plan is of no use unless its step takes less.
             least: whether the plan is to keep as little as can be (see `keeping_least`), whatever the budget.
-            moved: whether a schedule of a graph with the same ops at other sizes will do, if one fits.
+            moved: whether a schedule of a graph with the same ops at other sizes will do, if one fits: the cheapest that can be
+                made of ``"any"``, or that of the ``"nearest"`` as it is, which leaves room for other graphs of the call.
             unimproved: see `make_plan`.
             improving: the plan that was made so before.
             beside: what was measured beside the graph; its `Beside.elsewhere` is not looked at.
@@ -311,6 +315,7 @@ class Planning:
         graph = around.put_around(captured, weights, [(plan.graph, own) for plan, own in earlier], kept_bytes=kept)
         graph = beside.put_beside(graph.replace(resident_bytes=graph.resident_bytes + room_bytes))
         graph = self.offloading(graph, captured, whole=whole and not earlier, sharded=around.sharded)
+        of_others = self._of_nearest_sizes if moved == "nearest" else self._of_other_sizes
         replayed = replay_bytes(captured) + room_bytes
         alike = (graph, graph.replace(resident_bytes=graph.resident_bytes - replayed))
         same = [plan for plan in known if plan.graph in alike and self._holds(plan)]
@@ -324,7 +329,7 @@ class Planning:
             "cache": self.cache,
             "memory": memory,
             "reserved": self._reserved,
-            "at_hand": self._of_other_sizes if moved and self._at_hand is None else self._at_hand,
+            "at_hand": of_others if moved and self._at_hand is None else self._at_hand,
             "below_seconds": below_seconds,
             "unimproved": unimproved,
             "least": None if improving is None else improving.solution(),

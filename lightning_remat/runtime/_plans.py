@@ -287,7 +287,8 @@ class Plans:
         """A graph and its plan for the present call, after which it is planned together with the other graphs."""
         if self.planning.config.time_limit <= SECONDS_A_PART:
             return make()
-        problem, plan = make(most_seconds=SECONDS_A_PART, moved=True)
+        moved = "nearest" if self.many(self._call.shapes) else "any"
+        problem, plan = make(most_seconds=SECONDS_A_PART, moved=moved)
         if FOR_ONCE in plan.notes:  # it is over the budget; in more time one may be found that is not
             return make()
         if plan.rematerializes and not any(plan is known for known in self.all):
@@ -312,6 +313,11 @@ class Plans:
         """A graph with what is held beside it in the present call, and its plan (see `Planning.made`)."""
         earlier = [(self.all[number], graph.weights) for graph, number in self._call.ran]
         return self.planning.made(captured, weights, around, memory, known=self.all, earlier=earlier, **others)
+
+    def larger_than_all(self, shapes: Shapes) -> bool:
+        """Whether no set of shapes for which the graphs of calls were planned together is as large as this one."""
+        ways = (growth(shapes, known) for known in list(self.in_parts))
+        return all(by is None or by > 1 for by in ways)
 
     def many(self, shapes: Shapes) -> int:
         """For how many other sets of shapes than these the graphs of calls were planned together; 0 where they are few."""

@@ -99,6 +99,24 @@ def test_graphs_share_one_budget(share: float, parts: int, planned: tuple[int, .
 
 
 @pytest.mark.long
+def test_sizes_that_come_once_leave_room_for_later_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many sizes, those that come once run by what larger ones run by, which were planned together: within the budget."""
+    monkeypatch.setattr(_plans, "MANY_SHAPES", 1)
+    torch.manual_seed(0)
+    module = Broken(width=64, layers=3)
+    scheduled = rematerialize(module, budget="1500KiB", cost_model="unit", solver="greedy", time_limit=2.0)
+    plans, made = [], 0
+    for rows in (256, 256, 640, 640, 512, 384, 576):
+        x = torch.randn(rows, 64)
+        peak = held_bytes(module, x, gradients=True) + peak_memory(lambda x=x: step(module, scheduled, x), "cpu")
+        plans.append(len(scheduled.plans) - made)
+        made = len(scheduled.plans)
+        assert rows in (256, 640) or peak <= 1500 * 1024
+    assert plans == [4, 0, 4, 0, 2, 2, 2]
+    assert all(plan.for_once and plan.rematerializes for plan in scheduled.plans[-6:])
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("budget", slow_but({0.4}, [0.4, "min"]))
 def test_sizes_that_vary(budget: float | str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until a call is planned as a whole its graphs run by what is at hand; after some sizes no curve is made any more."""
@@ -132,8 +150,8 @@ def test_sizes_that_vary(budget: float | str, monkeypatch: pytest.MonkeyPatch) -
     assert call.failures == ()
     assert made[0] > 0 and (made[0] == made[-1]) is (budget != "min")  # the smallest peak is found out for each
     overheads = []
-    for first, after in itertools.pairwise(plans):
-        once = 2 if first else 1  # sizes that come once, of many, are not planned together
+    for number, (first, after) in enumerate(itertools.pairwise(plans)):
+        once = 2 if number == 2 else 1  # smaller ones than the largest are not planned together before they come again
         assert call.runs[first : first + 2] == (once, once)
         assert all(plan.for_once for plan in call.plans[first : first + 2] if plan.rematerializes and first)
         together = call.plans[after - 2 : after]

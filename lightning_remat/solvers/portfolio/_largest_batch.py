@@ -148,17 +148,24 @@ def largest_batch_size(
 
 
 def moved(
-    sequences: Iterable[OpSequence], graph: ComputationGraph, budget_bytes: int, time_limit: float = QUICK_SECONDS
+    sequences: Iterable[OpSequence],
+    graph: ComputationGraph,
+    budget_bytes: int,
+    time_limit: float = QUICK_SECONDS,
+    *,
+    changed: bool = True,
 ) -> Solution | None:
     """The cheapest solution that schedules of other batch sizes give for a graph.
 
-    They are lowered to the budget (`lower_peak`), and what it has left is spent (`keep_longer`).
+    They are lowered to the budget (`lower_peak`), and what it has left is spent (`keep_longer`), unless they are to stay as
+    they are.
 
     Args:
         sequences: the schedules; those of other ops are ignored.
         graph: the problem.
         budget_bytes: the most that may be held at any moment.
         time_limit: seconds in all.
+        changed: whether they may be changed.
 
     Returns:
         The solution; ``None`` where none of them fits.
@@ -169,9 +176,12 @@ def moved(
 
     ranked = sorted(here, key=lambda one: max(budget_bytes, problem.evaluate(one).peak_bytes))
     with _clock.limited(time_limit) as deadline:
-        lowered = [lower_peak(problem, sequence, budget_bytes, deadline) for sequence in ranked]
+        lowered = [lower_peak(problem, one, budget_bytes, deadline) for one in ranked] if changed else ranked
         fits = [one for one in lowered if problem.evaluate(one).peak_bytes <= budget_bytes]
-        best = finish(problem, fits, budget_bytes, deadline)
+        if changed:
+            best = finish(problem, fits, budget_bytes, deadline)
+        else:
+            best = min(fits, key=lambda one: problem.evaluate(one).seconds, default=None)
     if best is None:
         return None
     answer = Answer(best, Status.FEASIBLE, notes=("from other batch sizes",))
