@@ -17,7 +17,7 @@ from lightning_remat.errors import GraphError, InfeasibleBudgetError, ScheduleEr
 from lightning_remat.graph import ComputationGraph
 from lightning_remat.planner._config import RematConfig
 from lightning_remat.planner._device_memory import DeviceMemory
-from lightning_remat.planner._plan import FOR_ONCE, Plan
+from lightning_remat.planner._plan import FOR_NOW, FOR_ONCE, Plan
 from lightning_remat.planner._plan_cache import PlanCache
 from lightning_remat.schedule import simulate, verify
 from lightning_remat.solvers import INTERRUPTED, OF_NO_USE, Problem, Solution, Status, find_smallest, solve
@@ -195,7 +195,7 @@ def make_plan(
         say("looking at what the allocator makes of it")
         if reserved is None:
             reserved = budget.kind is BudgetKind.AUTO
-        if budget.kind is BudgetKind.MIN or FOR_ONCE in solution.notes:
+        if budget.kind is BudgetKind.MIN or {FOR_ONCE, FOR_NOW}.intersection(solution.notes):
             assert solution.schedule is not None
             footprint = memory.footprint(graph_as_counted, solution.schedule)
             budget_bytes = max(budget_bytes, footprint.allocated_bytes if budget.kind is BudgetKind.MIN else 0)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, TypeVar
@@ -35,7 +36,7 @@ from lightning_remat.planner._make import (
     resolve_budget,
     unplanned,
 )
-from lightning_remat.planner._plan import FOR_ONCE, Plan, with_beside
+from lightning_remat.planner._plan import FOR_NOW, FOR_ONCE, Plan, with_beside
 from lightning_remat.planner._plan_cache import PlanCache, fingerprint
 from lightning_remat.planner._surroundings import Surroundings, Weights, replay_bytes
 from lightning_remat.planner._tiling import beside_untiled
@@ -44,7 +45,7 @@ from lightning_remat.planner._whole import with_whole
 from lightning_remat.runtime._agreement import Agreement
 from lightning_remat.runtime._reasons import Reasons
 from lightning_remat.schedule import Schedule
-from lightning_remat.solvers import Problem, moved
+from lightning_remat.solvers import Problem, Solution, moved
 
 log = logging.getLogger(__name__)
 
@@ -97,9 +98,7 @@ class Planning:
         self._curves = Curves()
         self._alike = alike = Alike(MOST_ALIKE)  # what the graphs of calls run by that were planned together
         self._of_other_sizes = AtHand(lambda graph, most: moved(alike.of(graph), graph, most), suffices=True)
-        self._of_nearest_sizes = AtHand(
-            lambda graph, most: moved(alike.of_nearest(graph), graph, most, changed=False), suffices=True, first=True
-        )
+        self._of_nearest_sizes = AtHand(self._nearest, suffices=True, first=True)
         self._hosts: dict[torch.device, Host | None] = {}
         self._stays: set[str] = set()  # why tensors stay on the device, as it was told
         # by device, allocated bytes that nothing known accounts for, and those that were named and are not there yet
@@ -221,6 +220,17 @@ class Planning:
         )
         captured = dataclasses.replace(captured, graph=captured.graph.replace(device=str(device)))
         return captured, time.monotonic() - started
+
+    def _nearest(self, graph: ComputationGraph, budget_bytes: int) -> Solution | None:
+        """By what a graph of the nearest sizes ran in a call that was planned as a whole.
+
+        A share of the whole call is none of a part, so that what is over it will do too.
+        """
+        most = budget_bytes if self.budget_is_fixed else sys.maxsize
+        found = moved(self._alike.of_nearest(graph), graph, most, changed=False)
+        if found is None or found.peak_bytes <= budget_bytes:
+            return found
+        return dataclasses.replace(found, notes=(*found.notes, FOR_NOW))
 
     def offloading(
         self, graph: ComputationGraph, captured: CapturedGraph, *, whole: bool, sharded: bool

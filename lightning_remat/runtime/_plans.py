@@ -287,10 +287,10 @@ class Plans:
         """A graph and its plan for the present call, after which it is planned together with the other graphs."""
         if self.planning.config.time_limit <= SECONDS_A_PART:
             return make()
-        moved = "nearest" if self.many(self._call.shapes) else "any"
-        problem, plan = make(most_seconds=SECONDS_A_PART, moved=moved)
+        many = self.many(self._call.shapes) > 0
+        problem, plan = make(most_seconds=SECONDS_A_PART, moved="nearest" if many else "any")
         if FOR_ONCE in plan.notes:  # it is over the budget; in more time one may be found that is not
-            return make()
+            return make(most_seconds=SECONDS_A_SIZE) if many else make()
         if plan.rematerializes and not any(plan is known for known in self.all):
             plan = dataclasses.replace(plan, notes=(*plan.notes, FOR_NOW))
         return problem, plan
@@ -315,7 +315,9 @@ class Plans:
         return self.planning.made(captured, weights, around, memory, known=self.all, earlier=earlier, **others)
 
     def larger_than_all(self, shapes: Shapes) -> bool:
-        """Whether no set of shapes for which the graphs of calls were planned together is as large as this one."""
+        """Whether a budget in bytes may not hold for this set of shapes, since none that was planned together is as large."""
+        if not self.planning.budget_is_fixed:
+            return False
         ways = (growth(shapes, known) for known in list(self.in_parts))
         return all(by is None or by > 1 for by in ways)
 

@@ -151,7 +151,7 @@ def test_sizes_that_vary(budget: float | str, monkeypatch: pytest.MonkeyPatch) -
     assert made[0] > 0 and (made[0] == made[-1]) is (budget != "min")  # the smallest peak is found out for each
     overheads = []
     for number, (first, after) in enumerate(itertools.pairwise(plans)):
-        once = 2 if number == 2 else 1  # smaller ones than the largest are not planned together before they come again
+        once = 2 if number else 1  # of many sizes, those that do not come again are not planned together
         assert call.runs[first : first + 2] == (once, once)
         assert all(plan.for_once for plan in call.plans[first : first + 2] if plan.rematerializes and first)
         together = call.plans[after - 2 : after]
