@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import uuid
+from collections.abc import Iterable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -50,11 +51,14 @@ def smallest_of_all(trainer: pl.Trainer, number: int) -> int:
 
 def held_on_device(trainer: pl.Trainer, module: pl.LightningModule, *beside: Any) -> int:
     """Bytes on the device of the module, its gradients, DDP's buckets, the optimizers' state, and ``beside``."""
-    device = trainer.strategy.root_device
-    gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    if gradients_in_buckets(trainer):
-        gradients = [one for one in gradients if not one._is_view()]
+    device, gradients = trainer.strategy.root_device, own_gradients(trainer, module.parameters())
     return held_bytes(module, trainer.optimizers, *beside, gradients, device=device) + bucket_bytes(trainer)
+
+
+def own_gradients(trainer: pl.Trainer, parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """The gradients that some parameters have, less those that lie in DDP's buckets."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return [one for one in gradients if not one._is_view()] if gradients_in_buckets(trainer) else gradients
 
 
 def bucket_bytes(trainer: pl.Trainer) -> int:

@@ -24,6 +24,7 @@ from lightning_remat.callbacks.distributed import (
     bucket_bytes,
     gradients_in_buckets,
     held_on_device,
+    own_gradients,
     reduces_gradients,
     unsynchronized,
 )
@@ -167,11 +168,12 @@ class TrainingStep:
             return False
         noticed = False
         if first and not self._accumulates():
-            noticed = any(p.grad is not None and p.requires_grad for p in self._module.parameters())
+            trained = (p for p in self._module.parameters() if p.requires_grad)
+            noticed = bool(own_gradients(self._trainer, trained))
             self._keeps_gradients = noticed
         if not self._module.automatic_optimization:  # where optimizers are toggled
             frozen = [p for p in self._module.parameters() if not p.requires_grad]
-            nbytes = held_bytes([p.grad for p in frozen if p.grad is not None], device=self._strategy.root_device)
+            nbytes = held_bytes(own_gradients(self._trainer, frozen), device=self._strategy.root_device)
             if nbytes > self._frozen_gradients.get(key := _ids(frozen), 0):
                 self._frozen_gradients[key] = nbytes
                 noticed = True

@@ -140,6 +140,7 @@ class Measuring:
         if self._now is not None:  # memory of capturing and planning was measured too
             self.end()
             self._wanted[shapes] = max(1, self._wanted.get(shapes) or 0)
+            self._larger -= self._now.larger
             self._now = None
         if self._call.captured or self._left_anew:
             self._left_anew = self._left_anew and bool(self._call.captured)
@@ -246,7 +247,8 @@ class Measuring:
             return False
         if any(graph.accumulator is not None for graph in self._call.path):  # the graph is known to be the whole step
             return False
-        if len(self._call.path) > 1 and any(graph.sized is not None for graph in self._call.path):
+        alone = len(self._call.path) == 1 and self._plans.planning.agreement is None
+        if not alone and any(graph.sized is not None for graph in self._call.path):
             return False
         return all(graph.captured.device.type in ("cpu", "cuda") for graph in self._call.path)
 

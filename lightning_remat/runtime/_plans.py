@@ -424,7 +424,7 @@ class Plans:
             captured,
             number,
             self.all[number],
-            shared=self.planning.budget_is_fixed,
+            fixed=lambda: self.planning.budget_is_fixed,
             share=self.planning.share,
             measure=measure,
             surround=surround,

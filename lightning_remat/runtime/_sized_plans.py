@@ -129,8 +129,8 @@ class SizedPlans:
     Args:
         captured: the graph at a point of the grid, with costs.
         number, plan: the plan that was made for it, and its number.
-        shared: whether a plan may be used beyond its own point of the grid: if the budget is a number of bytes, not a
-            share of something that depends on the sizes.
+        fixed: whether the budget is a number of bytes, not a share of something that depends on the sizes: asked for each plan.
+            If it is so at first, a plan may be used beyond its own point of the grid.
         share: given floor and baseline, returns the budget in bytes if that is a share, else 0.
         measure: returns a graph with costs.
         surround: returns a captured graph with what is held beside it; the flag says whether ops are evaluated again.
@@ -146,7 +146,7 @@ class SizedPlans:
         number: int,
         plan: Plan,
         *,
-        shared: bool,
+        fixed: Callable[[], bool],
         share: Callable[[int, int], int],
         measure: Callable[[CapturedGraph], CapturedGraph],
         surround: Callable[[CapturedGraph, bool], ComputationGraph],
@@ -154,8 +154,8 @@ class SizedPlans:
         allocated: Callable[[ComputationGraph, Schedule, int], tuple[bool, Footprint | None]],
     ) -> None:
         self._limits = captured.size_limits()
-        self._measure, self._surround, self._make, self._shared = measure, surround, make, shared
-        self._allocated, self._share = allocated, share
+        self._measure, self._surround, self._make, self._shared = measure, surround, make, fixed()
+        self._allocated, self._share, self._fixed = allocated, share, fixed
         self._captured = captured
         corner = tuple(captured.sizes.values[symbol] for symbol in captured.symbols)
         self._costs: Recent[Sizes, Costs] = Recent(MOST_POINTS)
@@ -315,7 +315,7 @@ class SizedPlans:
             InfeasibleBudgetError: where that is more than a given size.
         """
         nbytes = self._elsewhere(plan, exact, beside)
-        if nbytes > plan.budget_bytes and self._shared:
+        if nbytes > plan.budget_bytes and self._fixed():
             raise InfeasibleBudgetError(plan.budget_bytes, nbytes, NOT_CAPTURED, "")
         return dataclasses.replace(
             plan,
