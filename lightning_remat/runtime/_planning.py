@@ -98,7 +98,6 @@ class Planning:
         self._curves = Curves()
         self._alike = alike = Alike(MOST_ALIKE)  # what the graphs of calls run by that were planned together
         self._of_other_sizes = AtHand(lambda graph, most: moved(alike.of(graph), graph, most), suffices=True)
-        self._of_nearest_sizes = AtHand(self._nearest, suffices=True, first=True)
         self._hosts: dict[torch.device, Host | None] = {}
         self._stays: set[str] = set()  # why tensors stay on the device, as it was told
         # by device, allocated bytes that nothing known accounts for, and those that were named and are not there yet
@@ -325,7 +324,9 @@ class Planning:
         graph = around.put_around(captured, weights, [(plan.graph, own) for plan, own in earlier], kept_bytes=kept)
         graph = beside.put_beside(graph.replace(resident_bytes=graph.resident_bytes + room_bytes))
         graph = self.offloading(graph, captured, whole=whole and not earlier, sharded=around.sharded)
-        of_others = self._of_nearest_sizes if moved == "nearest" else self._of_other_sizes
+        # Made here: where this kept its own method, nothing would free it as soon as its step is gone.
+        nearest = AtHand(self._nearest, suffices=True, first=True)
+        of_others = nearest if moved == "nearest" else self._of_other_sizes
         replayed = replay_bytes(captured) + room_bytes
         alike = (graph, graph.replace(resident_bytes=graph.resident_bytes - replayed))
         same = [plan for plan in known if plan.graph in alike and self._holds(plan)]
