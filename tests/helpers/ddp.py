@@ -192,7 +192,7 @@ def rows() -> DataLoader[Any]:
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"make": Validated, "val": True},
     "unused": {"make": Unused, "ddp": {"find_unused_parameters": True}},
-    "static": {"ddp": {"static_graph": True}},
+    "static": {"make": Wide, "train": large, "ddp": {"static_graph": True}, "remat": {"measure": True}},
     "views": {"ddp": {"gradient_as_bucket_view": True}, "accumulate_grad_batches": 2, "budget": 0.7},
     "accumulating": {"accumulate_grad_batches": 2, "budget": 0.7},
     "shapes": {"make": OwnShapes},
@@ -206,7 +206,6 @@ CASES: dict[str, dict[str, Any]] = {
         "ddp": {"gradient_as_bucket_view": True},
         "remat": {"measure": True},
     },
-    "measured-static": {"make": Wide, "train": large, "ddp": {"static_graph": True}, "remat": {"measure": True}},
     "measured-by-hand": {"make": ByHand, "train": large, "remat": {"measure": True}, "budget": 0.7, "max_epochs": 2},
     "offloaded": {"make": Wide, "train": large, "remat": {"measure": True, "offload": "host", "time_limit": 2.0}},
     "checked": {"make": Unused, "ddp": {"find_unused_parameters": True}, "remat": {"check": True}},

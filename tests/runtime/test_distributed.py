@@ -31,7 +31,6 @@ CASES = [
     "auto",
     "measured",
     "measured-views",
-    "measured-static",
     "measured-by-hand",
     "offloaded",
     "checked",
@@ -100,7 +99,7 @@ def test_auto_is_the_smallest_of_all_devices(found):
     assert {plan["budget"] for process in found["auto"] for plan in process["plans"]} == {16_000}
 
 
-@pytest.mark.parametrize("case", ["measured", "measured-views", "measured-static", "offloaded"])
+@pytest.mark.parametrize("case", ["measured", "measured-views", "static", "offloaded"])
 def test_the_measured_peak_is_within_the_budget_buckets_included(found, case):
     for process in found[case]:
         (plan,) = process["plans"]
