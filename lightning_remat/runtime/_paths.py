@@ -100,10 +100,11 @@ class Paths:
     def may_come_once(self, shapes: Shapes, path: Path) -> bool:
         """Whether a path that was captured in the present call is one of many, and was not planned: it may not come again.
 
-        The largest are planned: later ones run by their schedules.
+        Where the budget is in bytes, the largest so far are planned: later ones run by their schedules, and are within it.
         """
-        many = self._call.captured and self._plans.many(shapes) and not self._plans.larger_than_all(shapes)
-        return bool(many) and self.numbers(shapes, path) is None
+        if not (self._call.captured and self._plans.many(shapes)) or self.numbers(shapes, path) is not None:
+            return False
+        return not (self._plans.planning.budget_is_fixed and self._plans.larger_than_all(shapes))
 
     def _takes_plans_of_other_sizes(self, shapes: Shapes, path: Path) -> bool:
         """Have a path of graphs that were all planned for a call of other shapes run by the same plans, if it can."""

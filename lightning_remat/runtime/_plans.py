@@ -315,9 +315,7 @@ class Plans:
         return self.planning.made(captured, weights, around, memory, known=self.all, earlier=earlier, **others)
 
     def larger_than_all(self, shapes: Shapes) -> bool:
-        """Whether a budget in bytes may not hold for this set of shapes, since none that was planned together is as large."""
-        if not self.planning.budget_is_fixed:
-            return False
+        """Whether no set of shapes for which the graphs of calls were planned together is as large as this one."""
         ways = (growth(shapes, known) for known in list(self.in_parts))
         return all(by is None or by > 1 for by in ways)
 

@@ -164,6 +164,9 @@ class SizedPlans:
         self._known: Recent[Sizes, SizedPlan] = Recent(MOST_SIZES)
         self._impossible: Recent[Sizes, None] = Recent()  # points of the grid with no plan within the budget
         self._most_bytes: int | None = None
+        self._exact: Recent[Sizes, CapturedGraph] = Recent(
+            2
+        )  # the graph at these sizes, and at their point of the grid
         self._measured: list[tuple[int, Beside]] = []  # beside the graph, with the bytes that it returned then
         self._written: tuple[SizedPlan, Plan] | None = None
 
@@ -234,13 +237,20 @@ class SizedPlans:
         self._impossible.clear()
         self._written = None
 
+    def _at(self, sizes: Sizes) -> CapturedGraph:
+        """The graph at these sizes, without costs."""
+        found = self._exact.get(sizes)
+        if found is None:
+            found = self._exact[sizes] = self._captured.at(sizes)
+        return found
+
     def _returned_bytes(self, sizes: Sizes) -> int:
-        graph = self._captured.at(sizes).graph
+        graph = self._at(sizes).graph
         return max(1, sum(graph.storages[s] for s in {graph.tensors[t].storage for t in graph.forward_outputs}))
 
     def _with_costs(self, sizes: Sizes, costs: Costs) -> CapturedGraph:
         """The graph at these sizes; with an op for what runs beside it, once that was measured."""
-        exact = costs.put_on(self._captured.at(sizes))
+        exact = costs.put_on(self._at(sizes))
         return with_outside(exact) if self._measured else exact
 
     def _around(self, exact: CapturedGraph, replays: bool, beside: Beside) -> ComputationGraph:
@@ -273,7 +283,7 @@ class SizedPlans:
     def _costs_at(self, corner: Sizes) -> Costs:
         known = self._costs.get(corner)
         if known is None:
-            known = self._costs[corner] = Costs.of(self._measure(self._captured.at(corner)))
+            known = self._costs[corner] = Costs.of(self._measure(self._at(corner)))
         return known
 
     def _plan(self, sizes: Sizes, costs: Costs) -> SizedPlan:

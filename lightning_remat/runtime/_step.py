@@ -309,9 +309,9 @@ class ScheduledStep:
         """Before a call: plan the graphs of the last one again, if gradients came in other layouts than expected."""
         shapes, path = self._call.shapes, self._call.path
         self._call.ran.clear()
-        if any(graph.left for graph in path) or self._paths.may_come_once(
-            shapes, path
-        ):  # perhaps no call takes it any more
+        if any(graph.left for graph in path):  # no call takes this path any more
+            return
+        if self._paths.may_come_once(shapes, path):
             return
         planned = [graph for graph in path if graph.sized is None and not graph.stays]
         others = {graph: other for graph in planned if (other := graph.arrivals.taken()) is not None}
